@@ -1,0 +1,51 @@
+PYTHON ?= python3
+ARGS ?=
+JOBS ?= 2
+
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+# One thread per test process: the tests are small, and threads would only compete.
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
+
+.DEFAULT_GOAL := help
+.PHONY: help train test test-all check format clean
+
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s  %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+train: $(STAMP) ## train MPO on a DM Control task (ARGS="..." adds settings)
+	@$(BIN)/python examples/mpo_dmc.py $(ARGS)
+
+test: $(STAMP) ## run the tests (ARGS="..." goes to pytest)
+	@$(PYTEST) $(ARGS)
+
+test-all: $(STAMP) ## run the tests, slow ones included
+	@$(PYTEST) -m "slow or not slow" $(ARGS)
+
+check: $(STAMP) ## lint, check the formatting and the types
+	@$(BIN)/python -m ruff check .
+	@$(BIN)/python -m ruff format --check .
+	@$(BIN)/python -m mypy
+
+format: $(STAMP) ## format the code and apply safe lint fixes
+	@$(BIN)/python -m ruff check --fix .
+	@$(BIN)/python -m ruff format .
+
+clean: ## remove .venv, caches and build products (never results of runs)
+	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# The stamp exists only after a complete install. Without it the environment is made
+# from scratch; with an old one the environment is brought up to date.
+$(STAMP): pyproject.toml constraints.txt
+	@if [ -f $@ ]; then \
+		echo "updating $(VENV) ..."; \
+	else \
+		echo "creating $(VENV) (a few minutes the first time) ..."; \
+		$(PYTHON) -m venv --clear $(VENV); \
+	fi
+	@rm -f $@
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@touch $@
