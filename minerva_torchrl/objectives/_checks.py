@@ -1,0 +1,33 @@
+"""Checks of arguments, with messages that name the argument, its value and what is allowed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+
+from torch import Tensor
+
+
+def check_choice(name: str, value: object, allowed: Iterable[object]) -> None:
+    """Raise unless a value is one of the allowed ones."""
+    if value not in tuple(allowed):
+        listed = ", ".join(repr(choice) for choice in allowed)
+        raise ValueError(f"{name} must be one of {listed}, got {value!r}.")
+
+
+def check_positive(name: str, value: object) -> None:
+    """Raise unless a value is a positive, finite number."""
+    if isinstance(value, bool) or not isinstance(value, (int, float, Tensor)):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}.")
+    if not (math.isfinite(float(value)) and float(value) > 0):
+        raise ValueError(f"{name} must be positive and finite, got {float(value)}.")
+
+
+def check_count(name: str, value: object, *, optional: bool = False) -> None:
+    """Raise unless a value is an integer of at least one (or ``None`` if that is allowed)."""
+    if optional and value is None:
+        return
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise TypeError(f"{name} must be an integer, got {type(value).__name__}.")
+    if value < 1:
+        raise ValueError(f"{name} must be at least 1, got {value}.")

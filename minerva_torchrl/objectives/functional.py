@@ -1,0 +1,429 @@
+"""The equations of MPO and V-MPO as pure functions of tensors.
+
+Every function takes tensors and returns tensors: no state, no TensorDict, no device logic and no
+host synchronisation, so that all of them can be compiled, differentiated and run on any device.
+
+Notation: ``N`` sampled actions, ``*B`` any number of state dimensions, ``D`` action dimensions,
+``eta`` a temperature, ``epsilon`` a bound on a Kullback-Leibler divergence.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "GaussianMoments",
+    "decoupled_gaussian_kl",
+    "effective_sample_size",
+    "lagrangian_losses",
+    "masked_mean",
+    "mpo_weights_and_temperature_loss",
+    "out_of_bounds_cost",
+    "sample_kl_to_uniform",
+    "solve_temperature",
+    "vmpo_weights_and_temperature_loss",
+    "weight_entropy",
+    "weighted_gaussian_cross_entropy",
+    "weighted_moments",
+]
+
+_HALF_LOG_TWO_PI = 0.5 * math.log(2 * math.pi)
+
+
+# E-step ------------------------------------------------------------------------------------------
+
+
+def mpo_weights_and_temperature_loss(
+    q_value: Tensor, temperature: Tensor, epsilon: Tensor | float, *, sample_dim: int = 0
+) -> tuple[Tensor, Tensor]:
+    r"""Weights of the sampled actions and the dual loss of the temperature.
+
+    .. math::
+        w_i = \mathrm{softmax}_i(Q_i / \eta), \qquad
+        L_\eta = \eta \Big( \epsilon + \log \tfrac{1}{N} \sum_i \exp(Q_i / \eta) \Big)
+
+    The gradient is :math:`\partial L_\eta / \partial \eta = \epsilon - KL(w \| u)` with ``u`` the
+    uniform distribution over the samples: the temperature rises while the weights are further from
+    uniform than the bound allows. Adding a constant to the values of a state changes neither.
+
+    Args:
+        q_value (Tensor): values of the sampled actions, ``[N, *B]`` (``N`` at ``sample_dim``).
+            No gradient flows into them.
+        temperature (Tensor): positive scalar ``eta``.
+        epsilon (Tensor or float): bound of the KL divergence.
+        sample_dim (int): where the samples are. Defaults to 0.
+
+    Returns:
+        The weights, detached, of the shape of ``q_value``, and the loss of each state, ``[*B]``.
+
+    Examples:
+        >>> q_value = torch.tensor([[0.0, 1.0], [0.0, 3.0]])  # two samples, two states
+        >>> weights, loss = mpo_weights_and_temperature_loss(q_value, torch.tensor(2.0), 0.1)
+        >>> weights
+        tensor([[0.5000, 0.2689],
+                [0.5000, 0.7311]])
+    """
+    q_value = q_value.detach()
+    # Centring keeps the gradient exact in single precision when values are large against eta.
+    best = q_value.amax(sample_dim, keepdim=True)
+    logits = (q_value - best) / temperature
+    weights = logits.detach().softmax(sample_dim)
+    log_mean_exp = logits.logsumexp(sample_dim) - math.log(q_value.shape[sample_dim])
+    loss = temperature * (epsilon + log_mean_exp) + best.squeeze(sample_dim)
+    return weights, loss
+
+
+def vmpo_weights_and_temperature_loss(
+    advantage: Tensor,
+    temperature: Tensor,
+    epsilon: Tensor | float,
+    *,
+    top_k_fraction: float = 0.5,
+    restarting_weights: Tensor | None = None,
+    importance_weights: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    r"""Weights of the best samples of a batch and the dual loss of the temperature.
+
+    With :math:`\tilde D` the samples whose advantage is among the best ``top_k_fraction``,
+
+    .. math::
+        \psi_i = \frac{\rho_i \exp(A_i / \eta)}{\sum_{j \in \tilde D} \rho_j \exp(A_j / \eta)}
+        \quad (i \in \tilde D), \qquad
+        L_\eta = \eta \Big( \epsilon
+            + \log \tfrac{1}{|\tilde D|} \sum_{j \in \tilde D} \rho_j \exp(A_j / \eta) \Big)
+
+    Args:
+        advantage (Tensor): advantages, ``[*B]``. The whole tensor is one batch; no gradient flows
+            into it.
+        temperature (Tensor): positive scalar ``eta``.
+        epsilon (Tensor or float): bound of the KL divergence.
+        top_k_fraction (float): fraction of the batch that is kept, in ``(0, 1]``. At least one
+            sample is kept; samples tied with the last one kept are kept too.
+        restarting_weights (Tensor, optional): ``[*B]``, zero for samples to leave out (padding,
+            actions that the environment ignored), anything else for samples to use. They count in
+            the size that ``top_k_fraction`` refers to.
+        importance_weights (Tensor, optional): ``[*B]``, the non-negative ratios ``rho``.
+
+    Returns:
+        The weights, detached, ``[*B]``, which sum to one (all zero when no sample is usable), the
+        scalar loss (zero when no sample is usable), and the boolean mask of the selected samples.
+
+    Examples:
+        >>> advantage = torch.tensor([0.0, 1.0, 2.0, 3.0])
+        >>> weights, loss, selected = vmpo_weights_and_temperature_loss(
+        ...     advantage, torch.tensor(1.0), 0.1
+        ... )
+        >>> weights
+        tensor([0.0000, 0.0000, 0.2689, 0.7311])
+    """
+    advantage = advantage.detach()
+    usable = torch.ones_like(advantage, dtype=torch.bool)
+    if restarting_weights is not None:
+        usable = restarting_weights != 0
+    masked_advantage = advantage.masked_fill(~usable, -math.inf)
+    num_kept = max(1, int(top_k_fraction * advantage.numel()))
+    threshold = masked_advantage.flatten().topk(num_kept).values[-1]
+    selected = usable & (masked_advantage >= threshold)
+    any_selected = selected.any()
+
+    # The best advantage is taken out for accuracy; it is -inf when nothing is selected.
+    best = torch.where(any_selected, masked_advantage.amax(), 0.0)
+    centred = torch.where(selected, advantage - best, 0.0)
+    logits = centred / temperature
+    if importance_weights is not None:
+        logits = logits + torch.where(selected, importance_weights.detach(), 1.0).log()
+    logits = torch.where(selected | ~any_selected, logits, -math.inf)
+    log_sum_exp = logits.flatten().logsumexp(0)
+    weights = (logits - log_sum_exp).detach().exp() * selected
+    log_mean_exp = log_sum_exp - selected.sum().clamp_min(1).log()
+    loss = temperature * (epsilon + log_mean_exp) + best
+    return weights, torch.where(any_selected, loss, 0.0 * loss), selected
+
+
+def solve_temperature(
+    value: Tensor,
+    epsilon: Tensor | float,
+    *,
+    sample_dim: int = 0,
+    log_prior: Tensor | None = None,
+    mask: Tensor | None = None,
+    floor: float = 1e-8,
+    num_iterations: int = 12,
+) -> Tensor:
+    r"""Minimise the convex dual of the temperature exactly.
+
+    Finds the ``eta`` at which the mean over states of :math:`KL(w \| p)` equals ``epsilon``, where
+    :math:`w_i \propto p_i \exp(v_i / \eta)` and ``p`` is the prior over samples (uniform unless
+    ``log_prior`` is given). Newton's method on :math:`\log KL` against :math:`\log \eta`, kept
+    inside a bracket by bisection; a fixed number of tensor operations.
+
+    Args:
+        value (Tensor): ``[N, *B]`` with the ``N`` samples at ``sample_dim``.
+        epsilon (Tensor or float): bound of the KL divergence, positive.
+        sample_dim (int): where the samples are. Defaults to 0.
+        log_prior (Tensor, optional): log-weights of the samples, of the shape of ``value``; they
+            need not be normalised. ``-inf`` leaves a sample out.
+        mask (Tensor, optional): ``[*B]``, ``False`` for states to leave out.
+        floor (float): the smallest temperature returned. It is returned when no positive
+            temperature reaches the bound, as for values that are all equal.
+        num_iterations (int): iterations. Ordinary values need about five for full precision.
+
+    Returns:
+        The temperature, a 0-d tensor.
+
+    Examples:
+        >>> q_value = torch.randn(20, 256)
+        >>> eta = solve_temperature(q_value, 0.1)
+        >>> weights, _ = mpo_weights_and_temperature_loss(q_value, eta, 0.1)
+        >>> round(sample_kl_to_uniform(weights).mean().item(), 4)
+        0.1
+    """
+    value = value.detach()
+    if log_prior is None:
+        log_prior = torch.zeros_like(value)
+    log_prior = log_prior.log_softmax(sample_dim)
+    if mask is not None:
+        # A state left out contributes neither to the divergence nor to the bracket.
+        keep = mask.unsqueeze(sample_dim)
+        value = torch.where(keep, value, 0.0)
+        log_prior = torch.where(keep, log_prior, -math.log(value.shape[sample_dim]))
+    in_prior = log_prior > -math.inf
+    best = value.masked_fill(~in_prior, -math.inf).amax(sample_dim, keepdim=True)
+    value = torch.where(in_prior, value - best, 0.0)
+    spread = -value.amin()
+
+    def divergence_and_slope(log_eta: Tensor) -> tuple[Tensor, Tensor]:
+        """Mean KL(w || p) and minus its derivative by log eta, Var_w(v / eta)."""
+        scaled = value / log_eta.exp()
+        log_weights = (scaled + log_prior).log_softmax(sample_dim)
+        weights = log_weights.exp()
+        mean = (weights * scaled).sum(sample_dim, keepdim=True)
+        ratio = torch.where(in_prior, log_weights - log_prior, 0.0)
+        variance = (weights * (scaled - mean).square()).sum(sample_dim)
+        return (
+            masked_mean((weights * ratio).sum(sample_dim), mask),
+            masked_mean(variance, mask),
+        )
+
+    log_floor = math.log(floor)
+    epsilon = torch.as_tensor(epsilon, dtype=value.dtype, device=value.device)
+    # Hoeffding's lemma: KL <= (spread / eta)^2 / 8, so the bound holds at the upper end.
+    upper = (spread / (8 * epsilon).sqrt()).log().clamp_min(log_floor)
+    lower = torch.full_like(upper, log_floor)
+    tolerance = torch.finfo(value.dtype).eps ** 0.5
+    log_eta = upper
+    for _ in range(num_iterations):
+        divergence, slope = divergence_and_slope(log_eta)
+        too_cold = divergence > epsilon
+        lower = torch.where(too_cold, log_eta, lower)
+        upper = torch.where(too_cold, upper, log_eta)
+        newton = log_eta + (divergence / epsilon).log() * divergence / slope
+        # Rounding may carry a converged iterate just over the edge of its bracket.
+        inside = (newton > lower - tolerance) & (newton < upper + tolerance)
+        newton = torch.minimum(torch.maximum(newton, lower), upper)
+        log_eta = torch.where(inside, newton, (lower + upper) / 2)
+    return log_eta.exp()
+
+
+def out_of_bounds_cost(action: Tensor, low: Tensor, high: Tensor) -> Tensor:
+    r"""How far actions lie outside their bounds, as a (negative) value to be maximised.
+
+    .. math::
+        c(a) = -\big\| (a - \mathrm{clip}(a, low, high)) / h \big\|_2, \qquad h = (high - low) / 2
+
+    Args:
+        action (Tensor): ``[..., D]``.
+        low (Tensor): lower bounds, ``[D]``.
+        high (Tensor): upper bounds, ``[D]``.
+
+    Returns:
+        The cost, ``[...]``, zero for actions inside the bounds.
+
+    Examples:
+        >>> bound = torch.ones(2)
+        >>> out_of_bounds_cost(torch.tensor([[0.5, -1.0], [4.0, 5.0]]), -bound, bound)
+        tensor([-0., -5.])
+    """
+    excess = (action - action.clamp(low, high)) / ((high - low) / 2)
+    return -torch.linalg.vector_norm(excess, dim=-1)
+
+
+# Diagnostics of the weights ----------------------------------------------------------------------
+
+
+def sample_kl_to_uniform(weights: Tensor, *, sample_dim: int = 0) -> Tensor:
+    r""":math:`KL(w \| u) = \sum_i w_i \log(N w_i)`, from 0 (uniform) to ``log N`` (one sample).
+
+    Args:
+        weights (Tensor): ``[N, *B]``, summing to one over ``sample_dim``.
+        sample_dim (int): where the samples are. Defaults to 0.
+
+    Returns:
+        The divergence of each state, ``[*B]``.
+    """
+    return math.log(weights.shape[sample_dim]) - weight_entropy(weights, sample_dim=sample_dim)
+
+
+def weight_entropy(weights: Tensor, *, sample_dim: int = 0) -> Tensor:
+    r""":math:`H(w) = -\sum_i w_i \log w_i`, ``[*B]``; zero weights contribute nothing."""
+    return -torch.special.xlogy(weights, weights).sum(sample_dim)
+
+
+def effective_sample_size(weights: Tensor, *, sample_dim: int = 0) -> Tensor:
+    r""":math:`1 / \sum_i w_i^2`, ``[*B]``: from 1 (one sample) to ``N`` (uniform weights)."""
+    return 1 / weights.square().sum(sample_dim)
+
+
+# M-step ------------------------------------------------------------------------------------------
+
+
+class GaussianMoments(NamedTuple):
+    """Weighted moments of standard-normal draws, all that an M-step needs of its samples.
+
+    ``total`` is ``[*B, 1]``; ``first`` and ``second`` are ``[*B, D]``.
+    """
+
+    total: Tensor
+    first: Tensor
+    second: Tensor
+
+
+def weighted_moments(noise: Tensor, weights: Tensor) -> GaussianMoments:
+    r"""Moments :math:`\sum_i w_i`, :math:`\sum_i w_i z_i` and :math:`\sum_i w_i z_i^2`.
+
+    Args:
+        noise (Tensor): the draws ``z`` behind the sampled actions
+            :math:`a = \mu' + \sigma' z`, ``[N, *B, D]``.
+        weights (Tensor): ``[N, *B]``.
+
+    Returns:
+        The moments over the first dimension.
+    """
+    weighted = weights.unsqueeze(-1) * noise
+    return GaussianMoments(
+        total=weights.sum(0).unsqueeze(-1),
+        first=weighted.sum(0),
+        second=(weighted * noise).sum(0),
+    )
+
+
+def weighted_gaussian_cross_entropy(
+    loc: Tensor, scale: Tensor, old_loc: Tensor, old_scale: Tensor, moments: GaussianMoments
+) -> Tensor:
+    r"""Weighted negative log-likelihood of the sampled actions under a diagonal Gaussian.
+
+    .. math::
+        -\sum_i w_i \log \mathcal N(\mu' + \sigma' z_i; \mu, \sigma)
+        = \sum_j \tfrac{r_j^2}{2} (m_{2j} - 2 d_j m_{1j} + m_0 d_j^2)
+          + m_0 (\log \sigma_j + \tfrac12 \log 2\pi)
+
+    with :math:`d = (\mu - \mu') / \sigma'`, :math:`r = \sigma' / \sigma` and the moments ``m`` of
+    :func:`weighted_moments`: ``[*B, D]`` work instead of ``[N, *B, D]``.
+
+    Args:
+        loc (Tensor): means ``mu`` of the policy that is scored, ``[*B, D]``.
+        scale (Tensor): its standard deviations, ``[*B, D]``.
+        old_loc (Tensor): means of the policy that was sampled, ``[*B, D]``.
+        old_scale (Tensor): its standard deviations, ``[*B, D]``.
+        moments (GaussianMoments): of the draws.
+
+    Returns:
+        The cross-entropy of each state, ``[*B]``.
+
+    Examples:
+        >>> noise, weights = torch.randn(20, 4, 2), torch.rand(20, 4)
+        >>> loc, scale = torch.zeros(4, 2), torch.ones(4, 2)
+        >>> by_moments = weighted_gaussian_cross_entropy(
+        ...     loc + 0.1, scale, loc, scale, weighted_moments(noise, weights)
+        ... )
+        >>> log_prob = torch.distributions.Normal(loc + 0.1, scale).log_prob(noise).sum(-1)
+        >>> torch.testing.assert_close(by_moments, -(weights * log_prob).sum(0))
+    """
+    shift = (loc - old_loc) / old_scale
+    spread = moments.second - shift * (2 * moments.first - moments.total * shift)
+    squared_error = (old_scale / scale).square() * spread
+    return (0.5 * squared_error + moments.total * (scale.log() + _HALF_LOG_TWO_PI)).sum(-1)
+
+
+def decoupled_gaussian_kl(
+    loc: Tensor, scale: Tensor, old_loc: Tensor, old_scale: Tensor
+) -> tuple[Tensor, Tensor]:
+    r"""KL divergences from the old Gaussian when only its mean, or only its scale, has moved.
+
+    .. math::
+        KL_\mu = \frac{(\mu - \mu')^2}{2 \sigma'^2}, \qquad
+        KL_\sigma = \tfrac12 \Big(\frac{\sigma'^2}{\sigma^2} - 1\Big)
+            - \log \frac{\sigma'}{\sigma}
+
+    Both are :math:`KL(\text{old} \| \text{new})`, per dimension and without any reduction.
+
+    Args:
+        loc (Tensor): means of the new policy, ``[*B, D]``.
+        scale (Tensor): its standard deviations, ``[*B, D]``.
+        old_loc (Tensor): means of the old policy, ``[*B, D]``.
+        old_scale (Tensor): its standard deviations, ``[*B, D]``.
+
+    Returns:
+        ``kl_mean`` and ``kl_stddev``, each ``[*B, D]``.
+
+    Examples:
+        >>> kl_mean, kl_stddev = decoupled_gaussian_kl(
+        ...     torch.tensor([2.0]), torch.tensor([1.0]), torch.tensor([0.0]), torch.tensor([1.0])
+        ... )
+        >>> kl_mean, kl_stddev
+        (tensor([2.]), tensor([0.]))
+    """
+    kl_mean = 0.5 * ((loc - old_loc) / old_scale).square()
+    # expm1 keeps bounds as tight as 1e-6 meaningful in single precision.
+    log_ratio = (old_scale / scale).log()
+    kl_stddev = 0.5 * torch.expm1(2 * log_ratio) - log_ratio
+    return kl_mean, kl_stddev
+
+
+def lagrangian_losses(
+    kl: Tensor, multiplier: Tensor, epsilon: Tensor | float
+) -> tuple[Tensor, Tensor]:
+    r"""The two sides of a constraint :math:`KL \le \epsilon`, each with the other held fixed.
+
+    .. math::
+        L_{KL} = \mathrm{sg}[\alpha] \, KL, \qquad L_\alpha = \alpha (\epsilon - \mathrm{sg}[KL])
+
+    Args:
+        kl (Tensor): divergences, ``[*B, D]`` or anything that broadcasts with ``multiplier``.
+        multiplier (Tensor): positive ``alpha``, ``[D]`` or scalar.
+        epsilon (Tensor or float): the bound.
+
+    Returns:
+        The penalty on the policy and the loss of the multiplier, elementwise.
+    """
+    return multiplier.detach() * kl, multiplier * (epsilon - kl.detach())
+
+
+# Reduction ---------------------------------------------------------------------------------------
+
+
+def masked_mean(x: Tensor, mask: Tensor | None, weights: Tensor | None = None) -> Tensor:
+    r"""Weighted mean over the positions where ``mask`` holds; zero when it holds nowhere.
+
+    :math:`\sum_b m_b w_b x_b / \sum_b m_b w_b`. Masked positions may hold anything, NaN included.
+
+    Args:
+        x (Tensor): ``[*B]``.
+        mask (Tensor, optional): boolean ``[*B]``; ``None`` keeps everything.
+        weights (Tensor, optional): non-negative ``[*B]``; ``None`` means ones.
+
+    Returns:
+        A 0-d tensor.
+    """
+    if mask is None and weights is None:
+        return x.mean()
+    weights = torch.ones_like(x) if weights is None else weights.to(x.dtype)
+    if mask is not None:
+        x = torch.where(mask, x, 0.0)
+        weights = torch.where(mask, weights, 0.0)
+    total = weights.sum()
+    return (weights * x).sum() / torch.where(total > 0, total, 1.0)

@@ -1,0 +1,5 @@
+"""Value estimators for off-policy sequences."""
+
+from minerva_torchrl.objectives.value.retrace import Retrace
+
+__all__ = ["Retrace"]

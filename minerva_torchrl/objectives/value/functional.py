@@ -1,0 +1,268 @@
+r"""Off-policy corrected returns for action values.
+
+All of them are one recursion, backwards in time, over the temporal differences
+:math:`\delta_t = r_t + \gamma (1 - terminated_t) v_{t+1} - q_t`:
+
+.. math::
+    \Delta_t = \delta_t + \gamma (1 - done_t) \, c_{t+1} \, \Delta_{t+1}, \qquad
+    target_t = q_t + \Delta_t
+
+and differ only in the trace coefficient ``c``:
+
+================================  =====================================  =========================
+:func:`retrace_coefficient`       :math:`\lambda \min(1, \pi / \mu)`     safe for any behaviour
+:func:`importance_coefficient`    :math:`\pi / \mu`                      unbiased, unbounded
+:func:`tree_backup_coefficient`   :math:`\lambda \pi`                    needs no behaviour policy
+:func:`q_lambda_coefficient`      :math:`\lambda`                        for behaviour close to pi
+================================  =====================================  =========================
+
+The coefficient is that of the *next* step, :math:`c_{t+1}`, and :math:`\delta` carries no ratio:
+this is not V-trace. ``done`` cuts the trace, ``terminated`` alone removes the bootstrap, so that a
+time limit bootstraps from the value of the last observation and leaks nothing from the next
+trajectory.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "importance_coefficient",
+    "off_policy_return_estimate",
+    "q_lambda_coefficient",
+    "retrace_coefficient",
+    "retrace_return_estimate",
+    "tree_backup_coefficient",
+    "vec_off_policy_return_estimate",
+    "vec_retrace_return_estimate",
+]
+
+# Trace coefficients ------------------------------------------------------------------------------
+
+
+def retrace_coefficient(log_pi: Tensor, log_mu: Tensor, lmbda: Tensor | float) -> Tensor:
+    r""":math:`\lambda \min(1, \pi/\mu)`, clipped in log space so that nothing overflows."""
+    return lmbda * (log_pi - log_mu).clamp_max(0.0).exp()
+
+
+def importance_coefficient(log_pi: Tensor, log_mu: Tensor) -> Tensor:
+    r""":math:`\pi / \mu`."""
+    return (log_pi - log_mu).exp()
+
+
+def tree_backup_coefficient(log_pi: Tensor, lmbda: Tensor | float) -> Tensor:
+    r""":math:`\lambda \pi(a|s)`. A density above one, possible for continuous actions, expands."""
+    return lmbda * log_pi.exp()
+
+
+def q_lambda_coefficient(like: Tensor, lmbda: Tensor | float) -> Tensor:
+    r""":math:`\lambda` everywhere (Harutyunyan et al., 2016), of the shape of ``like``."""
+    return lmbda * torch.ones_like(like)
+
+
+# The recursion -----------------------------------------------------------------------------------
+
+
+def off_policy_return_estimate(
+    gamma: Tensor | float,
+    coefficient: Tensor,
+    state_action_value: Tensor,
+    next_state_value: Tensor,
+    reward: Tensor,
+    done: Tensor,
+    terminated: Tensor | None = None,
+    *,
+    time_dim: int = -2,
+) -> Tensor:
+    """Return estimate for any trace coefficient, as a loop over time: the reference form.
+
+    Args:
+        gamma (Tensor or float): discount factor, scalar or of the shape of ``reward``.
+        coefficient (Tensor): ``c_t`` of each step's own action. The first one is never used.
+        state_action_value (Tensor): ``q_t``, the value of the stored action at ``s_t``.
+        next_state_value (Tensor): ``v_{t+1}``, the value of the stored next observation under the
+            target policy.
+        reward (Tensor): ``r_t``.
+        done (Tensor): end of a trajectory after step ``t``, boolean.
+        terminated (Tensor, optional): true termination after step ``t``. Defaults to ``done``.
+
+    Keyword Args:
+        time_dim (int): dimension of time. Defaults to ``-2``, for tensors ``[*B, T, 1]``.
+
+    All tensors have one shape, ``[*B, T, *F]`` with ``T`` at ``time_dim``.
+
+    Returns:
+        The target of every step, of the same shape.
+    """
+    delta, decay = _temporal_difference_and_decay(
+        gamma, coefficient, state_action_value, next_state_value, reward, done, terminated, time_dim
+    )
+    correction = torch.zeros_like(delta[..., 0])
+    corrections = []
+    for t in range(delta.shape[-1] - 1, -1, -1):
+        correction = delta[..., t] + decay[..., t] * correction
+        corrections.append(correction)
+    corrections.reverse()
+    return state_action_value + torch.stack(corrections, -1).movedim(-1, time_dim)
+
+
+def vec_off_policy_return_estimate(
+    gamma: Tensor | float,
+    coefficient: Tensor,
+    state_action_value: Tensor,
+    next_state_value: Tensor,
+    reward: Tensor,
+    done: Tensor,
+    terminated: Tensor | None = None,
+    *,
+    time_dim: int = -2,
+) -> Tensor:
+    """:func:`off_policy_return_estimate` without a loop over time.
+
+    The recursion is doubled: after ``k`` rounds every step has gathered ``2**k`` of its successors,
+    so that ``ceil(log2(T))`` rounds of static shape do. Exact up to rounding.
+    """
+    delta, decay = _temporal_difference_and_decay(
+        gamma, coefficient, state_action_value, next_state_value, reward, done, terminated, time_dim
+    )
+    length = delta.shape[-1]
+    reach = 1
+    while reach < length:
+        pad = (0, reach)
+        later_delta = torch.nn.functional.pad(delta[..., reach:], pad)
+        later_decay = torch.nn.functional.pad(decay[..., reach:], pad)
+        delta = delta + decay * later_delta
+        decay = decay * later_decay
+        reach *= 2
+    return state_action_value + delta.movedim(-1, time_dim)
+
+
+def retrace_return_estimate(
+    gamma: Tensor | float,
+    lmbda: Tensor | float,
+    log_pi: Tensor,
+    log_mu: Tensor,
+    state_action_value: Tensor,
+    next_state_value: Tensor,
+    reward: Tensor,
+    done: Tensor,
+    terminated: Tensor | None = None,
+    *,
+    time_dim: int = -2,
+) -> Tensor:
+    r"""Retrace(:math:`\lambda`) return estimate, as a loop over time.
+
+    Munos et al. (2016), *Safe and efficient off-policy reinforcement learning*,
+    https://arxiv.org/abs/1606.02647.
+
+    .. math::
+        G_t = r_t + \gamma \big[ v_{t+1}
+            + \lambda \min\!\big(1, \tfrac{\pi(a_{t+1})}{\mu(a_{t+1})}\big)
+            (G_{t+1} - q_{t+1}) \big]
+
+    Args:
+        gamma (Tensor or float): discount factor, scalar or of the shape of ``reward``.
+        lmbda (Tensor or float): trace parameter, in ``[0, 1]``.
+        log_pi (Tensor): log-probability of the stored action under the target policy.
+        log_mu (Tensor): its log-probability under the behaviour policy when it was taken.
+        state_action_value (Tensor): ``q_t``, the value of the stored action at ``s_t``.
+        next_state_value (Tensor): ``v_{t+1}``, the value of the stored next observation under the
+            target policy.
+        reward (Tensor): ``r_t``.
+        done (Tensor): end of a trajectory after step ``t``, boolean.
+        terminated (Tensor, optional): true termination after step ``t``. Defaults to ``done``.
+
+    Keyword Args:
+        time_dim (int): dimension of time. Defaults to ``-2``, for tensors ``[*B, T, 1]``.
+
+    All tensors have one shape, ``[*B, T, *F]`` with ``T`` at ``time_dim``.
+
+    Returns:
+        The target of every step, of the same shape.
+
+    Examples:
+        >>> B, T = 2, 5
+        >>> log_pi, log_mu, q, v, reward = torch.randn(5, B, T, 1)
+        >>> done = torch.zeros(B, T, 1, dtype=torch.bool)
+        >>> target = retrace_return_estimate(0.99, 0.95, log_pi, log_mu, q, v, reward, done)
+        >>> target.shape
+        torch.Size([2, 5, 1])
+    """
+    coefficient = retrace_coefficient(log_pi, log_mu, lmbda)
+    return off_policy_return_estimate(
+        gamma,
+        coefficient,
+        state_action_value,
+        next_state_value,
+        reward,
+        done,
+        terminated,
+        time_dim=time_dim,
+    )
+
+
+def vec_retrace_return_estimate(
+    gamma: Tensor | float,
+    lmbda: Tensor | float,
+    log_pi: Tensor,
+    log_mu: Tensor,
+    state_action_value: Tensor,
+    next_state_value: Tensor,
+    reward: Tensor,
+    done: Tensor,
+    terminated: Tensor | None = None,
+    *,
+    time_dim: int = -2,
+) -> Tensor:
+    """:func:`retrace_return_estimate` without a loop over time."""
+    coefficient = retrace_coefficient(log_pi, log_mu, lmbda)
+    return vec_off_policy_return_estimate(
+        gamma,
+        coefficient,
+        state_action_value,
+        next_state_value,
+        reward,
+        done,
+        terminated,
+        time_dim=time_dim,
+    )
+
+
+def _temporal_difference_and_decay(
+    gamma: Tensor | float,
+    coefficient: Tensor,
+    state_action_value: Tensor,
+    next_state_value: Tensor,
+    reward: Tensor,
+    done: Tensor,
+    terminated: Tensor | None,
+    time_dim: int,
+) -> tuple[Tensor, Tensor]:
+    r""":math:`\delta_t` and :math:`\gamma (1 - done_t) c_{t+1}`, with time moved to the end."""
+    terminated = done if terminated is None else terminated
+    shapes = {
+        "coefficient": coefficient.shape,
+        "state_action_value": state_action_value.shape,
+        "next_state_value": next_state_value.shape,
+        "reward": reward.shape,
+        "done": done.shape,
+        "terminated": terminated.shape,
+    }
+    if len(set(shapes.values())) != 1:
+        listed = ", ".join(f"{name} {tuple(shape)}" for name, shape in shapes.items())
+        raise ValueError(f"All inputs must have the same shape, got {listed}.")
+    if not -reward.ndim <= time_dim < reward.ndim:
+        raise ValueError(
+            f"time_dim must be a dimension of the inputs of shape {tuple(reward.shape)}, "
+            f"got {time_dim}."
+        )
+    # A value that must not count is left out, not multiplied by zero: it may be NaN or infinite.
+    bootstrap = torch.where(terminated.bool(), 0.0, next_state_value)
+    delta = reward + gamma * bootstrap - state_action_value
+    # The last step of the data has no successor, so its trace ends there.
+    next_coefficient = torch.nn.functional.pad(
+        coefficient.movedim(time_dim, -1)[..., 1:], (0, 1)
+    ).movedim(-1, time_dim)
+    decay = torch.where(done.bool(), 0.0, gamma * next_coefficient)
+    return delta.movedim(time_dim, -1), decay.movedim(time_dim, -1)

@@ -1,0 +1,167 @@
+"""The order of the updates inside one optimisation step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Literal
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torchrl.trainers.trainers import OptimizationStepper
+
+from minerva_torchrl.objectives._checks import check_choice, check_count, check_positive
+from minerva_torchrl.objectives.mpo import MPOLoss
+
+__all__ = ["MPOOptimizationStepper"]
+
+
+class MPOOptimizationStepper(OptimizationStepper):
+    r"""Critic step, dual step and policy steps of MPO, each with its own optimiser and clipping.
+
+    The target networks are evaluated once. Everything that follows uses those tensors:
+
+    1. one step of the critic;
+    2. one step of the temperatures and multipliers, after which they are projected;
+    3. ``num_policy_steps`` steps of the policy on the weights of the E-step.
+
+    With ``dual_order="simultaneous"`` the policy's loss uses the multipliers from before the dual
+    step, as if all were stepped at once; with ``"dual_first"`` it uses the new ones. The weights
+    are those of the old temperature either way.
+
+    It plugs into TorchRL's ``Trainer`` as ``optimization_stepper=``, and works in a loop of one's
+    own through :meth:`update`.
+
+    Args:
+        optimizer_critic (Optimizer): over ``loss.qvalue_network_params``.
+        optimizer_actor (Optimizer): over ``loss.actor_network_params``.
+        optimizer_dual (Optimizer): over ``loss.dual_parameters()``.
+
+    Keyword Args:
+        num_policy_steps (int): policy steps on one E-step. Defaults to ``1``.
+        dual_order (str): ``"simultaneous"`` (default) or ``"dual_first"``.
+        clip_critic (float, optional): largest gradient norm of the critic. Defaults to ``40``.
+        clip_actor (float, optional): largest gradient norm of the policy. Defaults to ``40``.
+        clip_dual (float, optional): largest joint gradient norm of the duals. A joint norm lets a
+            large temperature gradient shrink the multipliers' steps, so the default is ``None``.
+
+    Examples:
+        >>> optimizers = [
+        ...     torch.optim.Adam(loss.qvalue_network_params.parameters(), lr=3e-4),
+        ...     torch.optim.Adam(loss.actor_network_params.parameters(), lr=3e-4),
+        ...     torch.optim.Adam(loss.dual_parameters(), lr=1e-2),
+        ... ]  # doctest: +SKIP
+        >>> stepper = MPOOptimizationStepper(*optimizers)  # doctest: +SKIP
+        >>> metrics = stepper.update(loss, replay_buffer.sample())  # doctest: +SKIP
+    """
+
+    updates_replay_priority = True
+
+    def __init__(
+        self,
+        optimizer_critic: Optimizer,
+        optimizer_actor: Optimizer,
+        optimizer_dual: Optimizer,
+        *,
+        num_policy_steps: int = 1,
+        dual_order: Literal["simultaneous", "dual_first"] = "simultaneous",
+        clip_critic: float | None = 40.0,
+        clip_actor: float | None = 40.0,
+        clip_dual: float | None = None,
+    ) -> None:
+        check_count("num_policy_steps", num_policy_steps)
+        check_choice("dual_order", dual_order, ("simultaneous", "dual_first"))
+        for name, clip in (
+            ("clip_critic", clip_critic),
+            ("clip_actor", clip_actor),
+            ("clip_dual", clip_dual),
+        ):
+            if clip is not None:
+                check_positive(name, clip)
+        self.optimizer_critic = optimizer_critic
+        self.optimizer_actor = optimizer_actor
+        self.optimizer_dual = optimizer_dual
+        self.num_policy_steps = num_policy_steps
+        self.dual_order = dual_order
+        self.clip_critic = clip_critic
+        self.clip_actor = clip_actor
+        self.clip_dual = clip_dual
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of the three optimisers."""
+        return {name: optimizer.state_dict() for name, optimizer in self._optimizers()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned."""
+        for name, optimizer in self._optimizers():
+            optimizer.load_state_dict(state_dict[name])
+
+    def _optimizers(self) -> Iterator[tuple[str, Optimizer]]:
+        for name in ("optimizer_critic", "optimizer_actor", "optimizer_dual"):
+            yield name, getattr(self, name)
+
+    def step(self, trainer: Any, sub_batch: TensorDictBase) -> TensorDict:
+        """One update inside a TorchRL ``Trainer``, with the priorities of its replay buffer."""
+        if getattr(trainer, "_ddp_loss", None) is not None:
+            raise NotImplementedError(
+                "MPOOptimizationStepper evaluates the phases of the loss one by one, which a "
+                "distributed learner backend cannot synchronise. Use the local backend."
+            )
+        metrics = self.update(trainer.loss_module, sub_batch)
+        replay_buffer: Any = getattr(trainer, "replay_buffer", None)
+        if hasattr(replay_buffer, "update_tensordict_priority"):
+            replay_buffer.update_tensordict_priority(sub_batch)
+        return metrics
+
+    def update(self, loss: MPOLoss, tensordict: TensorDictBase) -> TensorDict:
+        """One update of the critic, the duals and the policy.
+
+        Args:
+            loss (MPOLoss): the loss whose parameters the optimisers hold.
+            tensordict (TensorDictBase): the batch.
+
+        Returns:
+            The detached losses and metrics, 0-d: those of the last policy step, with the duals as
+            they are after the update.
+        """
+        if loss.reduction == "none":
+            raise ValueError(
+                "MPOOptimizationStepper needs a loss with reduction 'mean' or 'sum', got 'none'."
+            )
+        e_step = loss.e_step(tensordict)
+        loss_qvalue, metrics_qvalue = loss.qvalue_loss(tensordict, e_step)
+        _descend(loss_qvalue, self.optimizer_critic, self.clip_critic)
+
+        m_step = loss.m_step(e_step)
+        dual_losses = loss.dual_losses(e_step, m_step)
+        dual_loss = torch.stack(list(dual_losses.values())).sum()
+        if self.dual_order == "dual_first":
+            self._step_duals(loss, dual_loss)
+        for i in range(self.num_policy_steps):
+            if i > 0:
+                m_step = loss.m_step(e_step)
+            loss_actor, metrics_actor = loss.actor_loss(tensordict, e_step, m_step)
+            _descend(loss_actor, self.optimizer_actor, self.clip_actor)
+        if self.dual_order == "simultaneous":
+            self._step_duals(loss, dual_loss)
+
+        metrics_qvalue.pop("td_error")
+        losses = {"loss_qvalue": loss_qvalue, "loss_actor": loss_actor, **dual_losses}
+        metrics = {**e_step.metrics, **metrics_actor, **metrics_qvalue, **loss.dual_values()}
+        detached = {name: value.detach() for name, value in losses.items()}
+        return TensorDict({**detached, **metrics}, batch_size=[])
+
+    def _step_duals(self, loss: MPOLoss, dual_loss: Tensor) -> None:
+        _descend(dual_loss, self.optimizer_dual, self.clip_dual)
+        loss.project_duals_()
+
+
+def _descend(loss: Tensor, optimizer: Optimizer, max_norm: float | None) -> None:
+    """One optimiser step on a loss, with clipping by the joint norm of its gradients."""
+    optimizer.zero_grad()
+    loss.backward()
+    if max_norm is not None:
+        parameters = [p for group in optimizer.param_groups for p in group["params"]]
+        nn.utils.clip_grad_norm_(parameters, max_norm)
+    optimizer.step()
