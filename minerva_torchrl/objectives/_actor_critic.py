@@ -170,7 +170,7 @@ class SampledCriticLoss(DualLossModule):
     def _forward_value_estimator_keys(self, **kwargs: Any) -> None:
         if self._value_estimator is not None:
             self._value_estimator.set_keys(**self._estimator_keys())
-        self._set_in_keys()
+        self._in_keys = None
 
     def _estimator_keys(self) -> dict[str, NestedKey]:
         keys = self.tensor_keys

@@ -31,3 +31,11 @@ def check_count(name: str, value: object, *, optional: bool = False) -> None:
         raise TypeError(f"{name} must be an integer, got {type(value).__name__}.")
     if value < 1:
         raise ValueError(f"{name} must be at least 1, got {value}.")
+
+
+def check_fraction(name: str, value: object) -> None:
+    """Raise unless a value is a number in (0, 1]."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name} must be a number, got {type(value).__name__}.")
+    if not 0 < value <= 1:
+        raise ValueError(f"{name} must be in (0, 1], got {value}.")

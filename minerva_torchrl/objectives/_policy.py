@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,32 +13,45 @@ from torch import distributions as D
 from torchrl.data.tensor_specs import Composite, TensorSpec
 from torchrl.modules import TanhNormal
 
+_GAUSSIANS = (D.Independent, TanhNormal)
+_CATEGORICALS = (D.Categorical, D.OneHotCategorical)
 _SUPPORTED = "IndependentNormal, torch.distributions.Independent(Normal) or TanhNormal"
 
 
 def check_is_gaussian_actor(actor_network: object) -> None:
     """Raise unless the actor is a TensorDict policy with a diagonal Gaussian distribution."""
+    if not issubclass(distribution_class(actor_network), _GAUSSIANS):
+        raise NotImplementedError(_unsupported(distribution_class(actor_network)))
+
+
+def is_discrete(actor_network: object) -> bool:
+    """Whether the actor is categorical; raise unless it is that or a diagonal Gaussian."""
+    distribution = distribution_class(actor_network)
+    if not issubclass(distribution, (*_GAUSSIANS, *_CATEGORICALS)):
+        raise NotImplementedError(
+            f"the policy's distribution must be a diagonal Gaussian ({_SUPPORTED}), Categorical or "
+            f"OneHotCategorical, got {distribution.__name__}."
+        )
+    return issubclass(distribution, _CATEGORICALS)
+
+
+def distribution_class(actor_network: object) -> type[D.Distribution]:
+    """The distribution class of the last probabilistic module of an actor."""
     if not isinstance(actor_network, ProbabilisticTensorDictSequential):
         raise TypeError(
             "actor_network must be a ProbabilisticTensorDictSequential (for example TorchRL's "
             f"ProbabilisticActor), got {type(actor_network).__name__}."
         )
-    distribution = distribution_class(actor_network)
-    # Factories and partials are checked at the first call, on the distribution they return.
-    if isinstance(distribution, type) and not issubclass(distribution, (D.Independent, TanhNormal)):
-        raise NotImplementedError(_unsupported(distribution))
-
-
-def distribution_class(actor_network: ProbabilisticTensorDictSequential) -> object:
-    """The distribution class of the last probabilistic module of an actor."""
     heads = [m for m in actor_network.modules() if isinstance(m, ProbabilisticTensorDictModule)]
-    return heads[-1].distribution_class
+    distribution: Any = heads[-1].distribution_class
+    if isinstance(distribution, partial):
+        distribution = distribution.func
+    return distribution
 
 
 def is_squashed(actor_network: ProbabilisticTensorDictSequential) -> bool:
     """Whether the actor's samples are inside the bounds by construction."""
-    distribution = distribution_class(actor_network)
-    return isinstance(distribution, type) and issubclass(distribution, TanhNormal)
+    return issubclass(distribution_class(actor_network), TanhNormal)
 
 
 def gaussian_parameters(dist: D.Distribution) -> tuple[Tensor, Tensor]:
@@ -47,6 +61,13 @@ def gaussian_parameters(dist: D.Distribution) -> tuple[Tensor, Tensor]:
     if isinstance(dist, D.Independent) and isinstance(dist.base_dist, D.Normal):
         return dist.base_dist.loc, dist.base_dist.scale
     raise NotImplementedError(_unsupported(type(dist)))
+
+
+def policy_parameters(dist: D.Distribution) -> tuple[Tensor, ...]:
+    """What divergences are computed from: mean and standard deviation, or logits."""
+    if isinstance(dist, _CATEGORICALS):
+        return (dist.logits,)
+    return gaussian_parameters(dist)
 
 
 def raw_to_action(dist: D.Distribution, raw_action: Tensor) -> Tensor:
@@ -76,16 +97,22 @@ def resolve_action_spec(
 def action_bounds(action_spec: TensorSpec | None) -> tuple[Tensor, Tensor] | None:
     """Lower and upper bounds ``[D]`` of a bounded spec, ``None`` for any other.
 
-    The leading dimensions of the spec of a batch of environments are dropped.
+    The leading dimensions of the spec of a batch of environments are dropped. Bounds at the limits
+    of the floating-point range, which transforms write for "none", count as infinite.
     """
     space: Any = getattr(action_spec, "space", None)
-    if action_spec is None or not hasattr(space, "low"):
+    if action_spec is None or not hasattr(space, "low") or not action_spec.dtype.is_floating_point:
         return None
     dim = action_spec.shape[-1] if action_spec.shape else 1
     low, high = (
         torch.as_tensor(bound).broadcast_to(action_spec.shape).reshape(-1, dim)[0].clone()
         for bound in (space.low, space.high)
     )
+    limits = torch.finfo(low.dtype)
+    low = low.masked_fill(low <= limits.min, -torch.inf)
+    high = high.masked_fill(high >= limits.max, torch.inf)
+    if not low.is_meta and low.isinf().all() and high.isinf().all():
+        return None
     return low, high
 
 

@@ -17,14 +17,17 @@ from torch import Tensor
 
 __all__ = [
     "GaussianMoments",
+    "categorical_kl",
     "decoupled_gaussian_kl",
     "effective_sample_size",
+    "gaussian_entropy",
     "lagrangian_losses",
     "masked_mean",
     "mpo_weights_and_temperature_loss",
     "out_of_bounds_cost",
     "sample_kl_to_uniform",
     "solve_temperature",
+    "top_k_mask",
     "vmpo_weights_and_temperature_loss",
     "weight_entropy",
     "weighted_gaussian_cross_entropy",
@@ -121,17 +124,13 @@ def vmpo_weights_and_temperature_loss(
         tensor([0.0000, 0.0000, 0.2689, 0.7311])
     """
     advantage = advantage.detach()
-    usable = torch.ones_like(advantage, dtype=torch.bool)
-    if restarting_weights is not None:
-        usable = restarting_weights != 0
-    masked_advantage = advantage.masked_fill(~usable, -math.inf)
-    num_kept = max(1, int(top_k_fraction * advantage.numel()))
-    threshold = masked_advantage.flatten().topk(num_kept).values[-1]
-    selected = usable & (masked_advantage >= threshold)
+    usable = None if restarting_weights is None else restarting_weights != 0
+    selected = top_k_mask(advantage, top_k_fraction, usable)
     any_selected = selected.any()
 
     # The best advantage is taken out for accuracy; it is -inf when nothing is selected.
-    best = torch.where(any_selected, masked_advantage.amax(), 0.0)
+    best = advantage.masked_fill(~selected, -math.inf).amax()
+    best = torch.where(any_selected, best, 0.0)
     centred = torch.where(selected, advantage - best, 0.0)
     logits = centred / temperature
     if importance_weights is not None:
@@ -142,6 +141,30 @@ def vmpo_weights_and_temperature_loss(
     log_mean_exp = log_sum_exp - selected.sum().clamp_min(1).log()
     loss = temperature * (epsilon + log_mean_exp) + best
     return weights, torch.where(any_selected, loss, 0.0 * loss), selected
+
+
+def top_k_mask(advantage: Tensor, fraction: float, usable: Tensor | None = None) -> Tensor:
+    """Which samples are among the best of a batch.
+
+    Args:
+        advantage (Tensor): ``[*B]``; the whole tensor is one batch.
+        fraction (float): fraction of the batch that is kept, in ``(0, 1]``. At least one sample is
+            kept; samples tied with the last one kept are kept too.
+        usable (Tensor, optional): boolean ``[*B]``, ``False`` for samples that are never kept. They
+            may hold anything and count in the size that ``fraction`` refers to.
+
+    Returns:
+        A boolean mask ``[*B]``.
+
+    Examples:
+        >>> top_k_mask(torch.tensor([3.0, 1.0, 2.0, 0.0]), 0.5)
+        tensor([ True, False,  True, False])
+    """
+    usable = torch.ones_like(advantage, dtype=torch.bool) if usable is None else usable
+    advantage = advantage.masked_fill(~usable, -math.inf)
+    num_kept = max(1, int(fraction * advantage.numel()))
+    threshold = advantage.flatten().topk(num_kept).values[-1]
+    return usable & (advantage >= threshold)
 
 
 def solve_temperature(
@@ -278,6 +301,11 @@ def effective_sample_size(weights: Tensor, *, sample_dim: int = 0) -> Tensor:
     return 1 / weights.square().sum(sample_dim)
 
 
+def gaussian_entropy(scale: Tensor) -> Tensor:
+    r""":math:`\sum_j \tfrac12 + \tfrac12 \log 2\pi + \log \sigma_j`, ``[*B]`` for ``[*B, D]``."""
+    return (0.5 + _HALF_LOG_TWO_PI + scale.log()).sum(-1)
+
+
 # M-step ------------------------------------------------------------------------------------------
 
 
@@ -382,6 +410,27 @@ def decoupled_gaussian_kl(
     log_ratio = (old_scale / scale).log()
     kl_stddev = 0.5 * torch.expm1(2 * log_ratio) - log_ratio
     return kl_mean, kl_stddev
+
+
+def categorical_kl(logits: Tensor, old_logits: Tensor) -> Tensor:
+    r""":math:`KL(\text{old} \| \text{new}) = \sum_a \pi'(a) (\log \pi'(a) - \log \pi(a))`.
+
+    Args:
+        logits (Tensor): of the new policy, ``[*B, A]``; they need not be normalised.
+        old_logits (Tensor): of the old policy, ``[*B, A]``. ``-inf`` for an action that the old
+            policy never takes, which then contributes nothing.
+
+    Returns:
+        The divergence of each state, ``[*B]``.
+
+    Examples:
+        >>> categorical_kl(torch.tensor([0.0, 0.0]), torch.tensor([0.0, float("-inf")]))
+        tensor(0.6931)
+    """
+    log_prob, old_log_prob = logits.log_softmax(-1), old_logits.log_softmax(-1)
+    taken = old_log_prob > -math.inf
+    log_ratio = torch.where(taken, old_log_prob, 0.0) - torch.where(taken, log_prob, 0.0)
+    return (old_log_prob.exp() * log_ratio).sum(-1)
 
 
 def lagrangian_losses(

@@ -1,5 +1,11 @@
 """The order of updates, and everything around a run."""
 
-from minerva_torchrl.trainers.steppers import MPOOptimizationStepper
+from minerva_torchrl.trainers.ppo import KLEarlyStop, linear_lr_annealing
+from minerva_torchrl.trainers.steppers import MPOOptimizationStepper, VMPOOptimizationStepper
 
-__all__ = ["MPOOptimizationStepper"]
+__all__ = [
+    "KLEarlyStop",
+    "MPOOptimizationStepper",
+    "VMPOOptimizationStepper",
+    "linear_lr_annealing",
+]

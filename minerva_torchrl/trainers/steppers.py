@@ -9,12 +9,14 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torchrl.objectives.common import LossModule
 from torchrl.trainers.trainers import OptimizationStepper
 
 from minerva_torchrl.objectives._checks import check_choice, check_count, check_positive
 from minerva_torchrl.objectives.mpo import MPOLoss
+from minerva_torchrl.objectives.vmpo import VMPOLoss
 
-__all__ = ["MPOOptimizationStepper"]
+__all__ = ["MPOOptimizationStepper", "VMPOOptimizationStepper"]
 
 
 class MPOOptimizationStepper(OptimizationStepper):
@@ -103,11 +105,7 @@ class MPOOptimizationStepper(OptimizationStepper):
 
     def step(self, trainer: Any, sub_batch: TensorDictBase) -> TensorDict:
         """One update inside a TorchRL ``Trainer``, with the priorities of its replay buffer."""
-        if getattr(trainer, "_ddp_loss", None) is not None:
-            raise NotImplementedError(
-                "MPOOptimizationStepper evaluates the phases of the loss one by one, which a "
-                "distributed learner backend cannot synchronise. Use the local backend."
-            )
+        _refuse_distributed(trainer, self)
         metrics = self.update(trainer.loss_module, sub_batch)
         replay_buffer: Any = getattr(trainer, "replay_buffer", None)
         if hasattr(replay_buffer, "update_tensordict_priority"):
@@ -125,10 +123,7 @@ class MPOOptimizationStepper(OptimizationStepper):
             The detached losses and metrics, 0-d: those of the last policy step, with the duals as
             they are after the update.
         """
-        if loss.reduction == "none":
-            raise ValueError(
-                "MPOOptimizationStepper needs a loss with reduction 'mean' or 'sum', got 'none'."
-            )
+        _refuse_unreduced(loss, self)
         e_step = loss.e_step(tensordict)
         loss_qvalue, metrics_qvalue = loss.qvalue_loss(tensordict, e_step)
         _descend(loss_qvalue, self.optimizer_critic, self.clip_critic)
@@ -157,11 +152,154 @@ class MPOOptimizationStepper(OptimizationStepper):
         loss.project_duals_()
 
 
-def _descend(loss: Tensor, optimizer: Optimizer, max_norm: float | None) -> None:
+class VMPOOptimizationStepper(OptimizationStepper):
+    r"""Temperature step, then multiplier and policy steps of V-MPO on one E-step.
+
+    1. one step of the temperature (if it is learned; a solved one is set by the E-step itself);
+    2. ``num_policy_steps`` times: one step of the multipliers, after which they are projected, and
+       one joint step of policy and critic with the new multipliers, on the weights of the E-step.
+
+    It plugs into TorchRL's ``Trainer`` as ``optimization_stepper=``, and works in a loop of one's
+    own through :meth:`update`.
+
+    Args:
+        optimizer (Optimizer): over ``loss.actor_network_params`` and
+            ``loss.critic_network_params``.
+        optimizer_alpha (Optimizer): over the multipliers, ``loss.alpha_parameters()``.
+        optimizer_temperature (Optimizer, optional): over ``[loss.temperature.raw]``, for
+            ``temperature_update="gradient"``.
+
+    Keyword Args:
+        num_policy_steps (int): policy steps on one E-step, ``M``. Defaults to ``1``.
+        lr_scaling (str, optional): scale the learning rates of ``optimizer`` and
+            ``optimizer_alpha`` by ``"1/sqrt(M)"`` or ``"1/M"``.
+        clip (float, optional): largest joint gradient norm of policy and critic. Defaults to ``1``.
+
+    Examples:
+        >>> optimizers = [
+        ...     torch.optim.Adam(networks, lr=3e-4),
+        ...     torch.optim.Adam(loss.alpha_parameters(), lr=1e-2),
+        ... ]  # doctest: +SKIP
+        >>> stepper = VMPOOptimizationStepper(*optimizers, num_policy_steps=16)  # doctest: +SKIP
+        >>> metrics = stepper.update(loss, rollout)  # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        optimizer_alpha: Optimizer,
+        optimizer_temperature: Optimizer | None = None,
+        *,
+        num_policy_steps: int = 1,
+        lr_scaling: Literal["1/sqrt(M)", "1/M"] | None = None,
+        clip: float | None = 1.0,
+    ) -> None:
+        check_count("num_policy_steps", num_policy_steps)
+        check_choice("lr_scaling", lr_scaling, (None, "1/sqrt(M)", "1/M"))
+        if clip is not None:
+            check_positive("clip", clip)
+        self.optimizer = optimizer
+        self.optimizer_alpha = optimizer_alpha
+        self.optimizer_temperature = optimizer_temperature
+        self.num_policy_steps = num_policy_steps
+        self.lr_scaling = lr_scaling
+        self.clip = clip
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of the optimisers."""
+        return {name: optimizer.state_dict() for name, optimizer in self._optimizers()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned."""
+        for name, optimizer in self._optimizers():
+            optimizer.load_state_dict(state_dict[name])
+
+    def _optimizers(self) -> Iterator[tuple[str, Optimizer]]:
+        for name in ("optimizer", "optimizer_alpha", "optimizer_temperature"):
+            optimizer = getattr(self, name)
+            if optimizer is not None:
+                yield name, optimizer
+
+    @property
+    def lr_scale(self) -> float:
+        """Factor on the learning rates that ``lr_scaling`` stands for."""
+        exponents = {None: 0.0, "1/sqrt(M)": -0.5, "1/M": -1.0}
+        return float(self.num_policy_steps ** exponents[self.lr_scaling])
+
+    def step(self, trainer: Any, sub_batch: TensorDictBase) -> TensorDict:
+        """One update inside a TorchRL ``Trainer``."""
+        _refuse_distributed(trainer, self)
+        return self.update(trainer.loss_module, sub_batch)
+
+    def update(self, loss: VMPOLoss, tensordict: TensorDictBase) -> TensorDict:
+        """One E-step, and the steps of temperature, multipliers, policy and critic on it.
+
+        Args:
+            loss (VMPOLoss): the loss whose parameters the optimisers hold.
+            tensordict (TensorDictBase): the batch, a whole rollout as a rule.
+
+        Returns:
+            The detached losses and metrics, 0-d: those of the last policy step, with the duals as
+            they are after the update.
+        """
+        _refuse_unreduced(loss, self)
+        learned = loss.temperature_update == "gradient"
+        if learned != (self.optimizer_temperature is not None):
+            raise ValueError(
+                "optimizer_temperature must be given exactly if the loss has "
+                f"temperature_update='gradient'; it has {loss.temperature_update!r}."
+            )
+        e_step = loss.e_step(tensordict)
+        if self.optimizer_temperature is not None:
+            _descend(e_step.temperature_loss, self.optimizer_temperature)
+        for _ in range(self.num_policy_steps):
+            m_step = loss.m_step(tensordict, e_step)
+            alpha_losses = loss.alpha_losses(e_step, m_step)
+            alpha_loss = torch.stack(list(alpha_losses.values())).sum()
+            _descend(alpha_loss, self.optimizer_alpha, lr_scale=self.lr_scale)
+            loss.project_duals_()
+            loss_actor, metrics_actor = loss.actor_loss(tensordict, e_step, m_step)
+            loss_critic, metrics_critic = loss.critic_loss(tensordict)
+            _descend(loss_actor + loss_critic, self.optimizer, self.clip, self.lr_scale)
+        losses = {
+            "loss_actor": loss_actor,
+            "loss_critic": loss_critic,
+            "loss_temperature": e_step.temperature_loss,
+            **alpha_losses,
+        }
+        metrics = {**e_step.metrics, **metrics_actor, **metrics_critic, **loss.dual_values()}
+        detached = {name: value.detach() for name, value in losses.items()}
+        return TensorDict({**detached, **metrics}, batch_size=[])
+
+
+def _descend(
+    loss: Tensor, optimizer: Optimizer, max_norm: float | None = None, lr_scale: float = 1.0
+) -> None:
     """One optimiser step on a loss, with clipping by the joint norm of its gradients."""
     optimizer.zero_grad()
     loss.backward()
     if max_norm is not None:
         parameters = [p for group in optimizer.param_groups for p in group["params"]]
         nn.utils.clip_grad_norm_(parameters, max_norm)
+    # Scaled for this step only, so that schedulers and checkpoints see the nominal rates.
+    rates = [group["lr"] for group in optimizer.param_groups]
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate * lr_scale
     optimizer.step()
+    for group, rate in zip(optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+
+
+def _refuse_distributed(trainer: Any, stepper: OptimizationStepper) -> None:
+    if getattr(trainer, "_ddp_loss", None) is not None:
+        raise NotImplementedError(
+            f"{type(stepper).__name__} evaluates the phases of the loss one by one, which a "
+            "distributed learner backend cannot synchronise. Use the local backend."
+        )
+
+
+def _refuse_unreduced(loss: LossModule, stepper: OptimizationStepper) -> None:
+    if loss.reduction == "none":
+        raise ValueError(
+            f"{type(stepper).__name__} needs a loss with reduction 'mean' or 'sum', got 'none'."
+        )

@@ -1,0 +1,227 @@
+"""An on-policy loss with a policy and a state-value critic: advantages and the critic's loss."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from tensordict import NestedKey, TensorDictBase
+from tensordict.nn import (
+    ProbabilisticTensorDictSequential,
+    TensorDictModule,
+    TensorDictParams,
+    composite_lp_aggregate,
+)
+from torch import Tensor
+from torch import distributions as D
+from torchrl.objectives.utils import (
+    ValueEstimators,
+    _cache_values,
+    dispatch_value_estimator,
+    distance_loss,
+)
+from typing_extensions import Self
+
+from minerva_torchrl.objectives import functional as F
+from minerva_torchrl.objectives._base import DualLossModule
+from minerva_torchrl.objectives._checks import check_choice, check_positive
+from minerva_torchrl.objectives.popart import popart_heads, popart_normalize
+
+_ESTIMATOR_ALIASES = {"returns": ValueEstimators.TD1, "dae": ValueEstimators.TD0}
+
+
+class AdvantageLoss(DualLossModule):
+    """Estimates advantages, evaluates the policy and regresses the critic on its target."""
+
+    @dataclass
+    class _AcceptedKeys:
+        """Names of the entries that the loss reads."""
+
+        action: NestedKey = "action"
+        advantage: NestedKey = "advantage"
+        value_target: NestedKey = "value_target"
+        value: NestedKey = "state_value"
+        sample_log_prob: NestedKey | None = None
+        restarting_weight: NestedKey = "restarting_weight"
+        importance_weight: NestedKey = "importance_weight"
+        reward: NestedKey = "reward"
+        done: NestedKey = "done"
+        terminated: NestedKey = "terminated"
+
+        def __post_init__(self) -> None:
+            if self.sample_log_prob is None:
+                aggregate = composite_lp_aggregate(nowarn=True)
+                self.sample_log_prob = "sample_log_prob" if aggregate else "action_log_prob"
+
+    default_keys = _AcceptedKeys
+    tensor_keys: _AcceptedKeys
+    default_value_estimator = ValueEstimators.GAE
+    SUPPORTED_VALUE_ESTIMATORS = (
+        ValueEstimators.GAE,
+        ValueEstimators.TD0,
+        ValueEstimators.TD1,
+        ValueEstimators.TDLambda,
+    )
+
+    actor_network: ProbabilisticTensorDictSequential
+    actor_network_params: TensorDictParams
+    target_actor_network_params: TensorDictParams
+    critic_network: TensorDictModule
+    critic_network_params: TensorDictParams
+    target_critic_network_params: TensorDictParams
+    critic_coeff: Tensor
+
+    def __init__(
+        self,
+        actor_network: ProbabilisticTensorDictSequential,
+        critic_network: TensorDictModule,
+        *,
+        delay_actor: bool,
+        separate_losses: bool,
+        critic_coeff: float,
+        loss_critic_type: Literal["l2", "l1", "smooth_l1"],
+        clip_value: float | None,
+        reduction: Literal["none", "mean", "sum"] | None,
+        scalar_output_mode: Literal["exclude", "non_tensor"] | None,
+    ) -> None:
+        check_positive("critic_coeff", critic_coeff)
+        check_choice("loss_critic_type", loss_critic_type, ("l2", "l1", "smooth_l1"))
+        if clip_value is not None:
+            check_positive("clip_value", clip_value)
+        super().__init__(
+            reduction=reduction,
+            use_prioritized_weights=False,
+            scalar_output_mode=scalar_output_mode,
+        )
+        self.loss_critic_type = loss_critic_type
+        self.clip_value = clip_value
+        self.convert_to_functional(actor_network, "actor_network", create_target_params=delay_actor)
+        shared = list(actor_network.parameters()) if separate_losses else None
+        self.convert_to_functional(critic_network, "critic_network", compare_against=shared)
+        self._has_popart = bool(popart_heads(critic_network))
+        device = next(actor_network.parameters()).device
+        self.register_coeff_buffer("critic_coeff", critic_coeff, device=device)
+        self.set_keys(
+            action=actor_network.dist_sample_keys[0],
+            sample_log_prob=actor_network.log_prob_keys[0],
+        )
+
+    def _forward_value_estimator_keys(self, **kwargs: Any) -> None:
+        if self._value_estimator is not None:
+            keys = self.tensor_keys
+            self._value_estimator.set_keys(
+                advantage=keys.advantage,
+                value_target=keys.value_target,
+                value=keys.value,
+                reward=keys.reward,
+                done=keys.done,
+                terminated=keys.terminated,
+            )
+        self._in_keys = None
+
+    def make_value_estimator(self, value_type: Any = None, **hyperparams: Any) -> Self:
+        """Choose how advantages and value targets are made.
+
+        Args:
+            value_type: ``ValueEstimators.GAE`` (default), ``TD0`` (also ``"td0"``, ``"dae"``),
+                ``TD1`` (also ``"returns"``), ``TDLambda``, an estimator class or an estimator.
+            **hyperparams: ``gamma``, ``lmbda`` and whatever else the estimator takes.
+
+        Returns:
+            The loss.
+        """
+        if isinstance(value_type, str):
+            value_type = _ESTIMATOR_ALIASES.get(value_type.lower(), value_type)
+        value_type, hyperparams = self._prepare_value_estimator_kwargs(value_type, **hyperparams)
+        if value_type is not None:
+            hyperparams.setdefault("device", self._default_device)
+            dispatch_value_estimator(
+                self,
+                value_type,
+                supported=self.SUPPORTED_VALUE_ESTIMATORS,
+                value_network=self.critic_network,
+                **hyperparams,
+            )
+        self._forward_value_estimator_keys()
+        return self
+
+    # Advantages and critic -----------------------------------------------------------------------
+
+    def critic_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss of the critic, and its metrics."""
+        keys = self.tensor_keys
+        self._advantage(tensordict)  # makes the target if the data has none
+        target = tensordict.get(keys.value_target)
+        critic_input = tensordict.select(*self.critic_network.in_keys)
+        with self.critic_network_params.to_module(self.critic_network, preserve_module_state=False):
+            value = self.critic_network(critic_input).get(keys.value)
+        mask = self._valid_mask(tensordict)
+        metrics = _value_metrics(value.detach().squeeze(-1), target.squeeze(-1), mask)
+        if self._has_popart:
+            value, target = popart_normalize(self, value, target)
+        loss = distance_loss(value, target, self.loss_critic_type)
+        if self.clip_value is not None:
+            self._check_keys(tensordict, [keys.value])
+            old_value = tensordict.get(keys.value)
+            if self._has_popart:
+                (old_value,) = popart_normalize(self, old_value)
+            clipped = old_value + (value - old_value).clamp(-self.clip_value, self.clip_value)
+            loss = torch.maximum(loss, distance_loss(clipped, target, self.loss_critic_type))
+        return self._reduce(self.critic_coeff * loss.squeeze(-1), mask, None), metrics
+
+    def _advantage(self, tensordict: TensorDictBase) -> Tensor:
+        """Advantage of each sample, ``[*B]``, estimated if the data has none."""
+        keys = self.tensor_keys
+        advantage = tensordict.get(keys.advantage, None)
+        if advantage is None:
+            self._check_keys(tensordict, self.in_keys)
+            self.value_estimator(
+                tensordict,
+                params=self._detached_critic_params,
+                target_params=self.target_critic_network_params,
+            )
+            advantage = tensordict.get(keys.advantage)
+        self._check_keys(tensordict, [keys.value_target])
+        for key in (keys.advantage, keys.value_target):
+            shape = tensordict.get(key).shape
+            if shape != (*tensordict.shape, 1):
+                raise ValueError(
+                    f"{key!r} must have shape {(*tensordict.shape, 1)} for a batch of shape "
+                    f"{tuple(tensordict.shape)}, got {tuple(shape)}."
+                )
+        return advantage.detach().squeeze(-1)
+
+    @property
+    @_cache_values
+    def _detached_critic_params(self) -> TensorDictParams:
+        return self.critic_network_params.detach()
+
+    # Policy --------------------------------------------------------------------------------------
+
+    def _dist(self, tensordict: TensorDictBase, params: TensorDictParams) -> D.Distribution:
+        with params.to_module(self.actor_network, preserve_module_state=False):
+            return self.actor_network.get_dist(tensordict.select(*self.actor_network.in_keys))
+
+    def _optional_weight(self, tensordict: TensorDictBase, key: NestedKey) -> Tensor | None:
+        weight = tensordict.get(key, None)
+        return None if weight is None else weight.reshape(tensordict.shape)
+
+
+def masked_std(x: Tensor, mask: Tensor | None) -> Tensor:
+    """Population standard deviation over the positions where ``mask`` holds."""
+    mean = F.masked_mean(x, mask)
+    return F.masked_mean((x - mean).square(), mask).sqrt()
+
+
+@torch.no_grad()
+def _value_metrics(value: Tensor, target: Tensor, mask: Tensor | None) -> dict[str, Tensor]:
+    target_std = masked_std(target, mask)
+    residual_std = masked_std(target - value, mask)
+    return {
+        "explained_variance": 1 - residual_std.square() / (target_std.square() + 1e-8),
+        "value_mean": F.masked_mean(value, mask),
+        "value_std": masked_std(value, mask),
+        "value_target_mean": F.masked_mean(target, mask),
+        "value_target_std": target_std,
+    }

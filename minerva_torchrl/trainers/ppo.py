@@ -1,0 +1,183 @@
+"""Around the epochs of PPO: when to stop them, and how fast to learn."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+from tensordict import TensorDictBase
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from torchrl.trainers import Trainer, TrainerHookBase
+
+from minerva_torchrl.objectives.ppo import ppo_kl_k3
+
+__all__ = ["KLEarlyStop", "linear_lr_annealing"]
+
+
+class KLEarlyStop(TrainerHookBase):
+    r"""Ends the epochs over a rollout when the policy has moved too far from the one that acted.
+
+    After each epoch the estimate :math:`k_3` of its **last minibatch**
+    (:func:`~minerva_torchrl.objectives.ppo.kl_k3`) is compared
+    with ``target_kl``. If it is larger, or not a number, the remaining epochs over this rollout are
+    left out. Training goes on with the next rollout. Reading the estimate costs one host
+    synchronisation per epoch.
+
+    In a loop of one's own, call :meth:`start_rollout` before the epochs, :meth:`observe` with the
+    output of the loss after each minibatch, and leave the loop when :meth:`epoch_done` says so.
+
+    With a :class:`~torchrl.trainers.Trainer`, call :meth:`register` after everything else is
+    registered. A Trainer always runs its ``num_epochs`` epochs; the ones left out become empty,
+    because the hook ends them before a minibatch is drawn. Their ``pre_epoch`` and ``post_epoch``
+    hooks still run, and ``optim_steps`` counts one step for each of them. The hook sees the losses
+    through the trainer's ``OptimizationStepper`` if it has one, else through ``process_loss``, and
+    logs ``kl_k3`` and ``epochs_run``.
+
+    Args:
+        target_kl (float, optional): largest estimate with which another epoch is run. ``None``, or
+            a number that is not positive, never stops.
+
+    Examples:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> early_stop = KLEarlyStop(target_kl=0.02)
+        >>> early_stop.start_rollout()
+        >>> for epoch in range(10):
+        ...     for minibatch in range(4):  # each would compute a loss and take a step
+        ...         mean_ratio = torch.tensor(1.0 + 0.01 * epoch)
+        ...         losses = {"mean_ratio": mean_ratio, "kl_approx": torch.tensor(0.0)}
+        ...         early_stop.observe(TensorDict(losses))
+        ...     if early_stop.epoch_done():
+        ...         break
+        >>> early_stop.epochs_run
+        4
+    """
+
+    def __init__(self, target_kl: float | None) -> None:
+        if target_kl is not None and target_kl != target_kl:
+            raise ValueError(f"target_kl must be a number or None, got {target_kl}.")
+        self.target_kl = None if target_kl is None or target_kl <= 0.0 else float(target_kl)
+        self.start_rollout()
+
+    def start_rollout(self) -> None:
+        """Forget the previous rollout: its epochs are over."""
+        self.stopped = False
+        self.epochs_run = 0
+        self.last_kl: float | None = None
+        self._observed: Tensor | None = None
+
+    def observe(self, losses: TensorDictBase) -> None:
+        """Remember the estimate of a minibatch, without synchronising with the host.
+
+        Args:
+            losses (TensorDictBase): output of the loss.
+        """
+        self._observed = ppo_kl_k3(losses)
+
+    def epoch_done(self) -> bool:
+        """Compare the last minibatch of the epoch with the target.
+
+        Returns:
+            Whether the remaining epochs over this rollout should be left out.
+        """
+        if self._observed is None:
+            raise RuntimeError("epoch_done() needs at least one observe() in every epoch.")
+        self.last_kl = float(self._observed)
+        self._observed = None
+        self.epochs_run += 1
+        # Written so that an estimate that is not a number stops as well.
+        self.stopped = self.target_kl is not None and not self.last_kl <= self.target_kl
+        return self.stopped
+
+    def register(self, trainer: Trainer, name: str = "kl_early_stop") -> None:
+        """Attach to a trainer.
+
+        Args:
+            trainer (Trainer): a trainer that is complete, its optimisation stepper included.
+            name (str): name under which the trainer keeps the hook.
+        """
+        if trainer.optimization_stepper is not None:
+            self._observe_stepper(trainer.optimization_stepper)
+        else:
+            with warnings.catch_warnings():
+                # TorchRL announces that steppers will replace this stage; both are supported here.
+                warnings.simplefilter("ignore", FutureWarning)
+                trainer.register_op("process_loss", self._process_loss)
+        trainer.register_op("pre_optim_steps", self.start_rollout)
+        trainer.register_op("process_optim_batch", self._skip_if_stopped)
+        # First in line, or a minibatch would be drawn from the buffer and thrown away.
+        hooks = trainer._process_optim_batch_ops
+        hooks.insert(0, hooks.pop())
+        trainer.register_op("post_epoch", self._post_epoch)
+        trainer.register_op("post_steps_log", self._log)
+        trainer.register_module(name, self)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: the state does not outlive a rollout."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Nothing to load."""
+
+    def _observe_stepper(self, stepper: Any) -> None:
+        step: Callable[..., TensorDictBase] = stepper.step
+
+        def observed_step(*args: Any, **kwargs: Any) -> TensorDictBase:
+            losses = step(*args, **kwargs)
+            self.observe(losses)
+            return losses
+
+        stepper.step = observed_step
+
+    def _process_loss(self, sub_batch: TensorDictBase, losses: TensorDictBase) -> TensorDictBase:
+        self.observe(losses)
+        return losses
+
+    def _skip_if_stopped(self, batch: TensorDictBase) -> TensorDictBase:
+        if self.stopped:
+            raise StopIteration
+        return batch
+
+    def _post_epoch(self) -> None:
+        if self._observed is not None:  # an epoch left out has no minibatch
+            self.epoch_done()
+
+    def _log(self, batch: TensorDictBase) -> dict[str, float]:
+        if self.last_kl is None:
+            return {}
+        return {"kl_k3": self.last_kl, "epochs_run": float(self.epochs_run)}
+
+
+def linear_lr_annealing(optimizer: Optimizer, num_updates: int) -> LambdaLR:
+    r"""Learning rate falling linearly to zero over the updates.
+
+    Update ``u = 1, ..., U`` runs with :math:`lr_u = lr\,(1 - (u - 1) / U)`, in every parameter
+    group. Call ``step()`` once **after** the update of each rollout (with a Trainer, through
+    :class:`~torchrl.trainers.LRSchedulerHook`).
+
+    Args:
+        optimizer (Optimizer): the optimiser, with its initial learning rates.
+        num_updates (int): number of updates ``U``, that is of rollouts, at least 1.
+
+    Returns:
+        The scheduler. Its ``state_dict`` resumes it.
+
+    Examples:
+        >>> import torch
+        >>> weight = torch.nn.Parameter(torch.zeros(()))
+        >>> optimizer = torch.optim.Adam([weight], lr=1.0, eps=1e-5)
+        >>> scheduler = linear_lr_annealing(optimizer, num_updates=4)
+        >>> rates = []
+        >>> for update in range(4):
+        ...     rates.append(optimizer.param_groups[0]["lr"])
+        ...     optimizer.step()  # all epochs of this rollout
+        ...     scheduler.step()
+        >>> rates
+        [1.0, 0.75, 0.5, 0.25]
+    """
+    if not num_updates >= 1:
+        raise ValueError(f"num_updates must be at least 1, got {num_updates}.")
+    return LambdaLR(optimizer, lambda finished: max(0.0, 1.0 - finished / num_updates))
