@@ -29,6 +29,7 @@ from minerva_torchrl.objectives._base import DualLossModule
 from minerva_torchrl.objectives._checks import check_choice, check_count
 from minerva_torchrl.objectives._policy import (
     action_bounds,
+    blank_terminal_states,
     gaussian_parameters,
     is_squashed,
     raw_to_action,
@@ -39,6 +40,7 @@ from minerva_torchrl.objectives.mpo_steps import Samples
 from minerva_torchrl.objectives.value.retrace import Retrace
 
 _Steps = TypeVar("_Steps", Tensor, TensorDictBase)
+_ROWS_PER_CHUNK = 1024
 
 
 class SampledCriticLoss(DualLossModule):
@@ -139,8 +141,9 @@ class SampledCriticLoss(DualLossModule):
         self.action_penalization = resolve_penalization(
             action_penalization, bounded=bounds is not None, squashed=squashed
         )
-        device = next(actor_network.parameters()).device
-        low, high = (None, None) if bounds is None or squashed else (b.to(device) for b in bounds)
+        # In the policy's precision: environments often give their bounds in double.
+        like = next(actor_network.parameters())
+        low, high = (None, None) if bounds is None or squashed else (b.to(like) for b in bounds)
         self.register_buffer("action_low", low, persistent=False)
         self.register_buffer("action_high", high, persistent=False)
 
@@ -237,7 +240,12 @@ class SampledCriticLoss(DualLossModule):
         noise = self._draw_noise(num_samples, loc)
         raw_action = loc + scale * noise
         action = self._clip(raw_to_action(dist, raw_action))
-        q_value = self._target_q_value(states.expand(num_samples, *states.shape), action)
+        q_value = torch.cat(
+            [
+                self._target_q_value(states.expand(len(chunk), *states.shape), chunk)
+                for chunk in action.split(_samples_per_chunk(action))
+            ]
+        )
         cost = None
         if self.action_penalization:
             assert self.action_low is not None
@@ -329,11 +337,7 @@ class SampledCriticLoss(DualLossModule):
         terminated = tensordict.get(("next", self.tensor_keys.terminated)).squeeze(-1)
         states = tensordict.get("next").select(*self._state_keys)
         if self.skip_done_states:
-            states = states.apply(
-                lambda x: torch.where(
-                    terminated.reshape(*terminated.shape, *[1] * (x.ndim - terminated.ndim)), 0, x
-                )
-            )
+            states = blank_terminal_states(states, terminated)
         return states, ~terminated
 
     @staticmethod
@@ -356,6 +360,17 @@ class SampledCriticLoss(DualLossModule):
         """Undo :meth:`_train_steps` by repeating what was computed for the first step."""
         dim = self._first_step_dim(tensordict)
         return x if dim is None else x.unsqueeze(dim).expand(tensordict.shape).clone()
+
+
+def _samples_per_chunk(action: Tensor) -> int:
+    """How many of the sampled actions ``[N, *B, D]`` to score in one call of the critic.
+
+    On the CPU the activations of all samples at once are larger than what the allocator reuses, and
+    mapping fresh memory on every call costs more than the arithmetic.
+    """
+    if is_compiling() or action.device.type != "cpu":
+        return len(action)
+    return max(1, _ROWS_PER_CHUNK // max(1, action[0].numel() // action.shape[-1]))
 
 
 def _ensemble(

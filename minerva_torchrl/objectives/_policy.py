@@ -6,7 +6,7 @@ from functools import partial
 from typing import Any
 
 import torch
-from tensordict import NestedKey
+from tensordict import NestedKey, TensorDictBase
 from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential
 from torch import Tensor
 from torch import distributions as D
@@ -142,3 +142,13 @@ def resolve_penalization(requested: bool | None, *, bounded: bool, squashed: boo
             "action_spec=, or build the actor with its spec."
         )
     return requested
+
+
+def blank_terminal_states(states: TensorDictBase, terminated: Tensor) -> TensorDictBase:
+    """Zeros where ``terminated`` ``[*B]`` holds: a terminal observation may be anything, even NaN."""
+
+    def blank(x: Tensor) -> Tensor:
+        features = [1] * (x.ndim - terminated.ndim)
+        return torch.where(terminated.reshape(*terminated.shape, *features), 0, x)
+
+    return states.apply(blank)

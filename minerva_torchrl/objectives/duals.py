@@ -44,7 +44,7 @@ class DualVariable(nn.Module):
     Examples:
         >>> alpha = DualVariable(10.0, (3,))
         >>> alpha()
-        tensor([10.0000, 10.0000, 10.0000], grad_fn=<AddBackward0>)
+        tensor([10., 10., 10.], grad_fn=<AddBackward0>)
         >>> optimizer = torch.optim.Adam(alpha.parameters(), lr=1e-2)
         >>> alpha().sum().backward()
         >>> optimizer.step()

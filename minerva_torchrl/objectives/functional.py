@@ -126,21 +126,24 @@ def vmpo_weights_and_temperature_loss(
     advantage = advantage.detach()
     usable = None if restarting_weights is None else restarting_weights != 0
     selected = top_k_mask(advantage, top_k_fraction, usable)
-    any_selected = selected.any()
-
-    # The best advantage is taken out for accuracy; it is -inf when nothing is selected.
-    best = advantage.masked_fill(~selected, -math.inf).amax()
-    best = torch.where(any_selected, best, 0.0)
-    centred = torch.where(selected, advantage - best, 0.0)
-    logits = centred / temperature
+    counted = selected
     if importance_weights is not None:
-        logits = logits + torch.where(selected, importance_weights.detach(), 1.0).log()
-    logits = torch.where(selected | ~any_selected, logits, -math.inf)
+        importance_weights = importance_weights.detach()
+        counted = selected & (importance_weights > 0)
+    any_counted = counted.any()
+
+    # The best advantage is taken out for accuracy; it is -inf when nothing is counted.
+    best = advantage.masked_fill(~counted, -math.inf).amax()
+    best = torch.where(any_counted, best, 0.0)
+    logits = torch.where(counted, advantage - best, 0.0) / temperature
+    if importance_weights is not None:
+        logits = logits + torch.where(counted, importance_weights, 1.0).log()
+    logits = torch.where(counted | ~any_counted, logits, -math.inf)
     log_sum_exp = logits.flatten().logsumexp(0)
-    weights = (logits - log_sum_exp).detach().exp() * selected
+    weights = (logits - log_sum_exp).detach().exp() * counted
     log_mean_exp = log_sum_exp - selected.sum().clamp_min(1).log()
     loss = temperature * (epsilon + log_mean_exp) + best
-    return weights, torch.where(any_selected, loss, 0.0 * loss), selected
+    return weights, torch.where(any_counted, loss, 0.0 * loss), selected
 
 
 def top_k_mask(advantage: Tensor, fraction: float, usable: Tensor | None = None) -> Tensor:
@@ -175,7 +178,7 @@ def solve_temperature(
     log_prior: Tensor | None = None,
     mask: Tensor | None = None,
     floor: float = 1e-8,
-    num_iterations: int = 12,
+    num_iterations: int = 24,
 ) -> Tensor:
     r"""Minimise the convex dual of the temperature exactly.
 
@@ -193,7 +196,8 @@ def solve_temperature(
         mask (Tensor, optional): ``[*B]``, ``False`` for states to leave out.
         floor (float): the smallest temperature returned. It is returned when no positive
             temperature reaches the bound, as for values that are all equal.
-        num_iterations (int): iterations. Ordinary values need about five for full precision.
+        num_iterations (int): iterations. Ordinary values need about five for full precision, a
+            bound that falls between states of very different scales up to twenty.
 
     Returns:
         The temperature, a 0-d tensor.

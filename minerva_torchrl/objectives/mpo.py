@@ -136,14 +136,16 @@ class MPOLoss(SampledCriticLoss):
     once on the optimiser that trains them.
 
     Examples:
-        >>> from tensordict.nn import NormalParamExtractor
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> from tensordict.nn import NormalParamExtractor, TensorDictModule
         >>> from torchrl.data import Bounded
         >>> from torchrl.modules import IndependentNormal, MLP, ProbabilisticActor, ValueOperator
         >>> from torchrl.objectives import SoftUpdate
         >>> spec = Bounded(-1, 1, (2,))
         >>> actor = ProbabilisticActor(
         ...     TensorDictModule(
-        ...         nn.Sequential(nn.Linear(3, 4), NormalParamExtractor()),
+        ...         torch.nn.Sequential(torch.nn.Linear(3, 4), NormalParamExtractor()),
         ...         in_keys=["observation"],
         ...         out_keys=["loc", "scale"],
         ...     ),
@@ -210,7 +212,7 @@ class MPOLoss(SampledCriticLoss):
         epsilon_penalty: float = 1e-3,
         init_temperature: float = 1.0,
         init_alpha_mean: float = 1.0,
-        init_alpha_stddev: float = 10.0,
+        init_alpha_stddev: float = 1000.0,
         init_penalty_temperature: float = 1.0,
         temperature_update: Literal["gradient", "solve"] = "gradient",
         policy_states: Literal["next", "current", "both"] = "next",

@@ -220,9 +220,10 @@ class VMPOLoss(AdvantageLoss):
         self.old_policy = old_policy
         self.normalize_advantage = normalize_advantage
         spec = resolve_action_spec(action_spec, actor_network, self.tensor_keys.action)
-        device = next(actor_network.parameters()).device
+        like = next(actor_network.parameters())
+        device = like.device
         bounds = None if self.discrete else action_bounds(spec)
-        low, high = (None, None) if bounds is None else (b.to(device) for b in bounds)
+        low, high = (None, None) if bounds is None else (b.to(like) for b in bounds)
         self.register_buffer("action_low", low, persistent=False)
         self.register_buffer("action_high", high, persistent=False)
 

@@ -49,13 +49,31 @@ class MPOOptimizationStepper(OptimizationStepper):
             large temperature gradient shrink the multipliers' steps, so the default is ``None``.
 
     Examples:
-        >>> optimizers = [
+        >>> from tensordict import TensorDict
+        >>> from tensordict.nn import NormalParamExtractor, TensorDictModule
+        >>> from torchrl.data import Bounded
+        >>> from torchrl.modules import IndependentNormal, MLP, ProbabilisticActor, ValueOperator
+        >>> policy = nn.Sequential(nn.Linear(3, 4), NormalParamExtractor())
+        >>> actor = ProbabilisticActor(
+        ...     TensorDictModule(policy, ["observation"], ["loc", "scale"]),
+        ...     in_keys=["loc", "scale"],
+        ...     spec=Bounded(-1, 1, (2,)),
+        ...     distribution_class=IndependentNormal,
+        ... )
+        >>> critic = ValueOperator(MLP(5, 1, num_cells=[]), in_keys=["observation", "action"])
+        >>> loss = MPOLoss(actor, critic, delay_actor=False, delay_qvalue=False)
+        >>> stepper = MPOOptimizationStepper(
         ...     torch.optim.Adam(loss.qvalue_network_params.parameters(), lr=3e-4),
         ...     torch.optim.Adam(loss.actor_network_params.parameters(), lr=3e-4),
         ...     torch.optim.Adam(loss.dual_parameters(), lr=1e-2),
-        ... ]  # doctest: +SKIP
-        >>> stepper = MPOOptimizationStepper(*optimizers)  # doctest: +SKIP
-        >>> metrics = stepper.update(loss, replay_buffer.sample())  # doctest: +SKIP
+        ... )
+        >>> end = torch.zeros(8, 1, dtype=torch.bool)
+        >>> following = {"observation": torch.randn(8, 3), "reward": torch.randn(8, 1)}
+        >>> following |= {"done": end, "terminated": end}
+        >>> batch = {"observation": torch.randn(8, 3), "action": torch.randn(8, 2)}
+        >>> metrics = stepper.update(loss, TensorDict({**batch, "next": following}, [8]))
+        >>> metrics["kl_mean_rel"].shape
+        torch.Size([])
     """
 
     updates_replay_priority = True
@@ -176,12 +194,33 @@ class VMPOOptimizationStepper(OptimizationStepper):
         clip (float, optional): largest joint gradient norm of policy and critic. Defaults to ``1``.
 
     Examples:
-        >>> optimizers = [
+        >>> from tensordict import TensorDict
+        >>> from tensordict.nn import NormalParamExtractor, TensorDictModule
+        >>> from torchrl.modules import IndependentNormal, ProbabilisticActor, ValueOperator
+        >>> policy = nn.Sequential(nn.Linear(3, 4), NormalParamExtractor())
+        >>> actor = ProbabilisticActor(
+        ...     TensorDictModule(policy, ["observation"], ["loc", "scale"]),
+        ...     in_keys=["loc", "scale"],
+        ...     distribution_class=IndependentNormal,
+        ... )
+        >>> critic = ValueOperator(nn.Linear(3, 1), in_keys=["observation"])
+        >>> loss = VMPOLoss(actor, critic)
+        >>> networks = [*loss.actor_network_params.parameters()]
+        >>> networks += loss.critic_network_params.parameters()
+        >>> stepper = VMPOOptimizationStepper(
         ...     torch.optim.Adam(networks, lr=3e-4),
         ...     torch.optim.Adam(loss.alpha_parameters(), lr=1e-2),
-        ... ]  # doctest: +SKIP
-        >>> stepper = VMPOOptimizationStepper(*optimizers, num_policy_steps=16)  # doctest: +SKIP
-        >>> metrics = stepper.update(loss, rollout)  # doctest: +SKIP
+        ...     num_policy_steps=4,
+        ... )
+        >>> end = torch.zeros(2, 20, 1, dtype=torch.bool)
+        >>> following = {"observation": torch.randn(2, 20, 3), "reward": torch.randn(2, 20, 1)}
+        >>> following |= {"done": end, "terminated": end}
+        >>> rollout = TensorDict({"observation": torch.randn(2, 20, 3), "next": following}, [2, 20])
+        >>> with torch.no_grad():
+        ...     rollout = actor(rollout)  # what a collector does
+        >>> metrics = stepper.update(loss, rollout)
+        >>> round(metrics["kl_eta_rel"].item(), 3)
+        1.0
     """
 
     def __init__(

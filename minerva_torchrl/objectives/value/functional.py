@@ -101,7 +101,7 @@ def off_policy_return_estimate(
     correction = torch.zeros_like(delta[..., 0])
     corrections = []
     for t in range(delta.shape[-1] - 1, -1, -1):
-        correction = delta[..., t] + decay[..., t] * correction
+        correction = delta[..., t] + _decayed(decay[..., t], correction)
         corrections.append(correction)
     corrections.reverse()
     return state_action_value + torch.stack(corrections, -1).movedim(-1, time_dim)
@@ -132,8 +132,8 @@ def vec_off_policy_return_estimate(
         pad = (0, reach)
         later_delta = torch.nn.functional.pad(delta[..., reach:], pad)
         later_decay = torch.nn.functional.pad(decay[..., reach:], pad)
-        delta = delta + decay * later_delta
-        decay = decay * later_decay
+        delta = delta + _decayed(decay, later_delta)
+        decay = _decayed(decay, later_decay)
         reach *= 2
     return state_action_value + delta.movedim(-1, time_dim)
 
@@ -227,6 +227,11 @@ def vec_retrace_return_estimate(
         terminated,
         time_dim=time_dim,
     )
+
+
+def _decayed(decay: Tensor, later: Tensor) -> Tensor:
+    """``decay * later``, where a decay of zero also stops what is not finite."""
+    return decay * torch.where(decay == 0, 0.0, later)
 
 
 def _temporal_difference_and_decay(

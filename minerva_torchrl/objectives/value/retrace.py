@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from tensordict import NestedKey, TensorDictBase, unravel_key
+from tensordict import NestedKey, TensorDict, TensorDictBase, unravel_key
 from tensordict.nn import (
     ProbabilisticTensorDictSequential,
     TensorDictModule,
@@ -17,11 +17,15 @@ from tensordict.nn import (
 from torch import Tensor
 from torch.compiler import is_compiling
 from torchrl.data.tensor_specs import TensorSpec
-from torchrl.objectives.utils import hold_out_net, register_value_estimator
+from torchrl.objectives.utils import register_value_estimator
 from torchrl.objectives.value import ValueEstimatorBase
 
 from minerva_torchrl.objectives._checks import check_count
-from minerva_torchrl.objectives._policy import action_bounds, resolve_action_spec
+from minerva_torchrl.objectives._policy import (
+    action_bounds,
+    blank_terminal_states,
+    resolve_action_spec,
+)
 from minerva_torchrl.objectives.value.functional import (
     retrace_return_estimate,
     vec_retrace_return_estimate,
@@ -178,37 +182,42 @@ class Retrace(ValueEstimatorBase):
         self.time_dim = time_dim
         self.register_buffer("gamma", torch.as_tensor(gamma, device=self._device))
         self.register_buffer("lmbda", torch.as_tensor(lmbda, device=self._device))
-        bounds = action_bounds(
-            resolve_action_spec(action_spec, actor_network, self.tensor_keys.action)
-        )
-        low, high = (None, None) if bounds is None else (b.to(self._device) for b in bounds)
+        self._action_spec = action_spec
+        self._log_probs_checked = False
+        self._set_bounds()
+
+    def _set_bounds(self) -> None:
+        """Find the bounds of the action under its present name."""
+        spec = resolve_action_spec(self._action_spec, self.actor_network, self.tensor_keys.action)
+        bounds = action_bounds(spec)
+        low, high = (None, None) if bounds is None else (b.to(self.gamma.device) for b in bounds)
         self.register_buffer("action_low", low, persistent=False)
         self.register_buffer("action_high", high, persistent=False)
-        self._log_probs_checked = False
+
+    def set_keys(self, **kwargs: Any) -> None:
+        """Set the names of the entries, see ``default_keys``."""
+        super().set_keys(**kwargs)
+        if "action" in kwargs:
+            self._set_bounds()
 
     @property
     def in_keys(self) -> list[NestedKey]:
         """Entries read from the data."""
-        keys = self.tensor_keys
-        observations = [key for net in self._networks for key in net.in_keys if key != keys.action]
-        return list(
-            dict.fromkeys(
-                [
-                    *observations,
-                    keys.action,
-                    keys.sample_log_prob,
-                    *[unravel_key(("next", key)) for key in observations],
-                    *[
-                        unravel_key(("next", key))
-                        for key in (keys.reward, keys.done, keys.terminated)
-                    ],
-                ]
-            )
-        )
+        keys, states = self.tensor_keys, self._state_keys
+        following = (*states, keys.reward, keys.done, keys.terminated)
+        return [
+            *states,
+            keys.action,
+            keys.sample_log_prob,
+            *[unravel_key(("next", key)) for key in following],
+        ]
 
     @property
-    def _networks(self) -> list[TensorDictModule]:
-        return [net for net in (self.actor_network, self.value_network) if net is not None]
+    def _state_keys(self) -> list[NestedKey]:
+        """Entries of a state that the networks read."""
+        networks = [net for net in (self.actor_network, self.value_network) if net is not None]
+        keys = dict.fromkeys(key for net in networks for key in net.in_keys)
+        return [key for key in keys if key != self.tensor_keys.action]
 
     @dispatch
     def forward(
@@ -361,6 +370,10 @@ class Retrace(ValueEstimatorBase):
             return existing
         actor = self._require("actor_network")
         following = tensordict.get("next")
+        done = following.get(self.tensor_keys.done)
+        terminated = following.get(self.tensor_keys.terminated, default=done)
+        following = following.select(*self._state_keys)
+        following = blank_terminal_states(following, terminated.squeeze(-1))
         with _held_out(actor, actor_params):
             dist = actor.get_dist(following.select(*actor.in_keys))
         action = dist.sample((self.num_samples,))
@@ -378,8 +391,8 @@ class Retrace(ValueEstimatorBase):
     ) -> Tensor:
         critic = self._require("value_network")
         inputs = tensordict.select(*(k for k in critic.in_keys if k != self.tensor_keys.action))
-        if self.action_low is not None:
-            action = action.clamp(self.action_low, self.action_high)
+        if self.action_low is not None and self.action_high is not None:
+            action = action.clamp(self.action_low.to(action), self.action_high.to(action))
         inputs.set(self.tensor_keys.action, action)
         with _held_out(critic, params):
             return critic(inputs).get(self.tensor_keys.value)
@@ -402,6 +415,5 @@ def _held_out(
     network: TensorDictModule, params: TensorDictBase | None
 ) -> AbstractContextManager[Any]:
     """Run a network, with the given parameters if there are any, without gradients to it."""
-    if params is None:
-        return hold_out_net(network)
+    params = TensorDict.from_module(network) if params is None else params
     return params.detach().to_module(network, preserve_module_state=False)
