@@ -2,5 +2,12 @@
 
 from minerva_torchrl.modules.gaussian import StateIndependentScale
 from minerva_torchrl.modules.init import orthogonal_init_
+from minerva_torchrl.modules.networks import ControlTorso, GaussianPolicy, StateActionCritic
 
-__all__ = ["StateIndependentScale", "orthogonal_init_"]
+__all__ = [
+    "ControlTorso",
+    "GaussianPolicy",
+    "StateActionCritic",
+    "StateIndependentScale",
+    "orthogonal_init_",
+]

@@ -1,0 +1,72 @@
+"""MPO on cartpole-balance in a plain TorchRL loop, to be read from top to bottom.
+
+Takes a few minutes on a laptop's CPU. The return of an episode is at most 1000.
+"""
+
+import torch
+from tensordict.nn import NormalParamExtractor, TensorDictModule
+from torch import nn
+from torchrl.collectors import Collector
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.envs import (
+    CatTensors,
+    ClipTransform,
+    Compose,
+    DMControlEnv,
+    DoubleToFloat,
+    InitTracker,
+    MultiStepTransform,
+    RewardSum,
+    TransformedEnv,
+)
+from torchrl.modules import MLP, IndependentNormal, ProbabilisticActor, ValueOperator
+from torchrl.objectives import HardUpdate
+
+from minerva_torchrl import MPOLoss
+
+torch.manual_seed(0)
+torch.set_num_threads(1)  # small networks: threads cost more than they bring
+env = DMControlEnv("cartpole", "balance")
+action_spec = env.action_spec.to(torch.float32)
+flatten = CatTensors(in_keys=["position", "velocity"], out_key="observation")
+clip = ClipTransform(in_keys_inv=["action"], low=-1.0, high=1.0)  # the raw action is stored
+env = TransformedEnv(env, Compose(flatten, DoubleToFloat(), clip, InitTracker(), RewardSum()))
+env.set_seed(0)
+
+policy = nn.Sequential(
+    MLP(5, 2, num_cells=[128, 128], activation_class=nn.ELU),
+    NormalParamExtractor("biased_softplus_0.5"),
+)
+actor = ProbabilisticActor(
+    TensorDictModule(policy, in_keys=["observation"], out_keys=["loc", "scale"]),
+    in_keys=["loc", "scale"],
+    spec=action_spec,
+    distribution_class=IndependentNormal,
+)
+critic = MLP(6, 1, num_cells=[128, 128], activation_class=nn.ELU)
+critic = ValueOperator(critic, in_keys=["observation", "action"])
+
+loss = MPOLoss(actor, critic, epsilon_mean=1e-2).make_value_estimator(gamma=0.99)
+updater = HardUpdate(loss, value_network_update_interval=99)  # a copy every 100 updates
+networks = [*loss.actor_network_params.parameters(), *loss.qvalue_network_params.parameters()]
+optimizer = torch.optim.Adam(
+    [{"params": networks, "lr": 5e-4}, {"params": loss.dual_parameters(), "lr": 1e-2}]
+)
+loss.project_duals_after(optimizer)
+
+five_steps = MultiStepTransform(n_steps=5, gamma=0.99)
+storage = LazyTensorStorage(20_000)
+replay_buffer = TensorDictReplayBuffer(storage=storage, batch_size=128, transform=five_steps)
+collector = Collector(env, actor, frames_per_batch=200, total_frames=20_000)
+for iteration, data in enumerate(collector, start=1):
+    replay_buffer.extend(data)
+    for _ in range(200):
+        losses = loss(replay_buffer.sample())
+        sum(value for key, value in losses.items() if key.startswith("loss_")).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        updater.step()
+    finished = data["next", "episode_reward"][data["next", "done"]]
+    if len(finished):
+        print(f"{200 * iteration:6d} frames, return {finished.mean().item():6.1f}")
+collector.shutdown()

@@ -1,0 +1,157 @@
+"""Networks for continuous control: torso, Gaussian policy and action-value critic."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor, nn
+
+from minerva_torchrl.objectives._checks import check_count, check_positive
+
+__all__ = ["ControlTorso", "GaussianPolicy", "StateActionCritic"]
+
+
+class _Tanh(nn.Module):
+    """``tanh``, on the CPU and without gradients through the three times faster sigmoid."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled() or x.device.type != "cpu":
+            return x.tanh()
+        return x.mul(2).sigmoid_().mul_(2).sub_(1)
+
+
+class ControlTorso(nn.Module):
+    r"""Linear, LayerNorm and tanh, then linear layers with ELU: the torso of DeepMind's agents.
+
+    The bounded first layer keeps inputs of any scale from saturating the rest.
+
+    Args:
+        in_features (int): size of the input.
+        sizes (sequence of int): sizes of the layers, at least one.
+
+    Examples:
+        >>> torso = ControlTorso(3, (64, 32))
+        >>> torso(torch.randn(5, 3)).shape
+        torch.Size([5, 32])
+    """
+
+    def __init__(self, in_features: int, sizes: Sequence[int]) -> None:
+        super().__init__()
+        if not sizes:
+            raise ValueError("sizes must have at least one layer, got none.")
+        for size in (in_features, *sizes):
+            check_count("in_features and sizes", size)
+        self.first = nn.Linear(in_features, sizes[0])
+        self.rest = nn.Sequential(nn.LayerNorm(sizes[0]), _Tanh())
+        for inputs, outputs in pairwise(sizes):
+            self.rest.extend([nn.Linear(inputs, outputs), nn.ELU(inplace=True)])
+        self.out_features = sizes[-1]
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Features, ``[*B, sizes[-1]]``, of an input ``[*B, in_features]``."""
+        return self.rest(self.first(x))
+
+
+class GaussianPolicy(nn.Module):
+    r"""Mean and standard deviation of a diagonal Gaussian over raw actions.
+
+    .. math::
+        \mu = W_\mu h + b_\mu, \qquad
+        \sigma = \sigma_0 \, \mathrm{softplus}(W_\sigma h + b_\sigma) / \log 2 + \sigma_{min}
+
+    The heads start small, so that at first :math:`\mu \approx 0` and
+    :math:`\sigma \approx \sigma_0` in every state.
+
+    Args:
+        obs_dim (int): size of the observation.
+        action_dim (int): number of action dimensions ``D``.
+        sizes (sequence of int): sizes of the torso's layers.
+
+    Keyword Args:
+        init_scale (float): :math:`\sigma_0`. Defaults to ``0.5``.
+        min_scale (float): :math:`\sigma_{min}`. Defaults to ``1e-4``.
+
+    Examples:
+        >>> policy = GaussianPolicy(3, 2, (64, 64), init_scale=0.5)
+        >>> loc, scale = policy(torch.randn(5, 3))
+        >>> loc.abs().max().item() < 0.1, (scale - 0.5).abs().max().item() < 0.1
+        (True, True)
+    """
+
+    def __init__(
+        self,
+        obs_dim: int,
+        action_dim: int,
+        sizes: Sequence[int],
+        *,
+        init_scale: float = 0.5,
+        min_scale: float = 1e-4,
+    ) -> None:
+        super().__init__()
+        check_count("action_dim", action_dim)
+        check_positive("init_scale", init_scale)
+        check_positive("min_scale", min_scale)
+        self.torso = ControlTorso(obs_dim, sizes)
+        self.loc = nn.Linear(self.torso.out_features, action_dim)
+        self.scale = nn.Linear(self.torso.out_features, action_dim)
+        for head in (self.loc, self.scale):
+            nn.init.normal_(head.weight, std=1e-2 / math.sqrt(self.torso.out_features))
+            nn.init.zeros_(head.bias)
+        self.init_scale = init_scale
+        self.min_scale = min_scale
+
+    def forward(self, observation: Tensor) -> tuple[Tensor, Tensor]:
+        """``loc`` and ``scale``, ``[*B, D]`` each, for observations ``[*B, obs_dim]``."""
+        features = self.torso(observation)
+        scale = nn.functional.softplus(self.scale(features)) * (self.init_scale / math.log(2))
+        return self.loc(features), scale + self.min_scale
+
+
+class StateActionCritic(nn.Module):
+    r"""Action value :math:`Q(s, a)` that works once per state and not once per sampled action.
+
+    The first layer is linear in observation and action, :math:`W_s s + W_a a + b`. When many
+    actions are scored at the same states, the losses pass the observation as an expanded view; the
+    term of the state is then computed once and added to that of every action.
+
+    Args:
+        obs_dim (int): size of the observation.
+        action_dim (int): number of action dimensions ``D``.
+        sizes (sequence of int): sizes of the torso's layers.
+
+    Examples:
+        >>> critic = StateActionCritic(3, 2, (64, 64))
+        >>> observation, action = torch.randn(5, 3), torch.randn(20, 5, 2)
+        >>> critic(observation.expand(20, 5, 3), action).shape
+        torch.Size([20, 5, 1])
+    """
+
+    def __init__(self, obs_dim: int, action_dim: int, sizes: Sequence[int]) -> None:
+        super().__init__()
+        check_count("obs_dim", obs_dim)
+        check_count("action_dim", action_dim)
+        self.obs_dim = obs_dim
+        self.torso = ControlTorso(obs_dim + action_dim, sizes)
+        self.head = nn.Linear(self.torso.out_features, 1)
+        nn.init.trunc_normal_(self.head.weight, std=0.01)
+        nn.init.zeros_(self.head.bias)
+
+    def forward(self, observation: Tensor, action: Tensor) -> Tensor:
+        """Values, ``[*B, 1]``, of actions ``[*B, D]`` at observations ``[*B, obs_dim]``."""
+        first = self.torso.first
+        state_weight, action_weight = first.weight.split(
+            [self.obs_dim, first.in_features - self.obs_dim], dim=1
+        )
+        of_state = nn.functional.linear(_without_repeats(observation), state_weight, first.bias)
+        hidden = of_state + nn.functional.linear(action, action_weight)
+        return self.head(self.torso.rest(hidden))
+
+
+def _without_repeats(x: Tensor) -> Tensor:
+    """Drop leading dimensions along which a tensor is an expanded view of one slice."""
+    while x.ndim > 1 and x.stride(0) == 0:
+        x = x[0]
+    return x

@@ -1,0 +1,23 @@
+"""Every example in a docstring runs and shows what it says."""
+
+from __future__ import annotations
+
+import doctest
+import importlib
+import pkgutil
+
+import pytest
+
+import minerva_torchrl
+
+MODULES = sorted(
+    module.name for module in pkgutil.walk_packages(minerva_torchrl.__path__, "minerva_torchrl.")
+)
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_docstring_examples(name: str) -> None:
+    module = importlib.import_module(name)
+    flags = doctest.NORMALIZE_WHITESPACE | doctest.ELLIPSIS
+    failures, _ = doctest.testmod(module, optionflags=flags, raise_on_error=False)
+    assert failures == 0
