@@ -136,6 +136,7 @@ class SampledCriticLoss(DualLossModule):
         )
 
         spec = resolve_action_spec(action_spec, actor_network, self.tensor_keys.action)
+        self._action_dim = None if spec is None or not spec.shape else spec.shape[-1]
         bounds = action_bounds(spec)
         squashed = is_squashed(actor_network)
         self.action_penalization = resolve_penalization(
@@ -163,6 +164,18 @@ class SampledCriticLoss(DualLossModule):
         if isinstance(self._value_estimator, Retrace):
             in_keys.append(keys.log_prob)
         self._in_keys = [unravel_key(key) for key in in_keys]
+
+    def reset_parameters_recursive(self) -> None:
+        """Reset the networks, their targets and the dual variables."""
+        super().reset_parameters_recursive()
+        if self.num_qvalue_nets == 1:
+            return
+        # The stacked weights of an ensemble would be drawn with the fan-in of the stack.
+        for name in ("qvalue_network_params", "target_qvalue_network_params"):
+            params = self._modules.get(name)
+            for member in () if params is None else params.data.unbind(0):
+                with member.to_module(self.qvalue_network, preserve_module_state=False):
+                    self.qvalue_network.reset_parameters_recursive()
 
     @property
     def _state_keys(self) -> list[NestedKey]:
@@ -229,6 +242,16 @@ class SampledCriticLoss(DualLossModule):
                 f"{self.tensor_keys.action!r} must be a floating-point tensor of shape "
                 f"{(*tensordict.shape, 'D')}, got {action.dtype} {tuple(action.shape)}."
             )
+        if self._action_dim is not None and action.shape[-1] != self._action_dim:
+            raise ValueError(
+                f"{self.tensor_keys.action!r} must have {self._action_dim} dimensions as in "
+                f"action_spec, got {action.shape[-1]}."
+            )
+        if self._action_dim is not None and action.shape[-1] != self._action_dim:
+            raise ValueError(
+                f"{self.tensor_keys.action!r} must have {self._action_dim} dimensions as in "
+                f"action_spec, got {action.shape[-1]}."
+            )
 
     # Networks ------------------------------------------------------------------------------------
 
@@ -262,11 +285,6 @@ class SampledCriticLoss(DualLossModule):
         """Clip to the action's bounds, as the environment does."""
         if self.action_low is None:
             return action
-        if action.shape[-1] != self.action_low.shape[-1]:
-            raise ValueError(
-                f"{self.tensor_keys.action!r} must have {self.action_low.shape[-1]} dimensions as "
-                f"in action_spec, got {action.shape[-1]}."
-            )
         return action.clamp(self.action_low, self.action_high)
 
     def _dist(self, states: TensorDictBase, params: TensorDictParams) -> D.Distribution:
@@ -304,6 +322,7 @@ class SampledCriticLoss(DualLossModule):
     def _value_target(self, tensordict: TensorDictBase, next_value: Tensor) -> Tensor:
         """Target of the critic for every step, ``[*B, 1]``."""
         estimator = self.value_estimator
+        tensordict = self._cut_at_padding(tensordict)
         single_steps = not isinstance(estimator, TD0Estimator) and (
             self._time_dim(tensordict) is None
         )
@@ -318,6 +337,15 @@ class SampledCriticLoss(DualLossModule):
             given = {"log_pi": dist.log_prob(action), "state_action_value": q_value.unsqueeze(-1)}
         target = estimator.value_estimate(tensordict, next_value=next_value, **given)
         return target.squeeze(-2) if single_steps else target
+
+    def _cut_at_padding(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Let no trace run from a valid step into the padding behind it."""
+        valid, time_dim = self._valid_mask(tensordict), self._time_dim(tensordict)
+        if valid is None or time_dim is None:
+            return tensordict
+        next_valid = valid.roll(-1, time_dim).unsqueeze(-1)
+        key = unravel_key(("next", self.tensor_keys.done))
+        return tensordict.copy().set(key, tensordict.get(key) | ~next_valid)
 
     def _warn_of_single_steps(self) -> None:
         if self._warned_of_single_steps or is_compiling():

@@ -146,21 +146,22 @@ class DualLossModule(LossModule):
 
     def _priority_weight(self, tensordict: TensorDictBase) -> Tensor | None:
         """Importance weights of prioritised replay, ``[*B]``."""
-        weights = self._maybe_get_priority_weight(tensordict)
-        if weights is None:
-            if self.use_prioritized_weights is True:
-                self._check_keys(tensordict, [self.tensor_keys.priority_weight])
+        if self.use_prioritized_weights is False:
             return None
-        return weights.reshape(tensordict.shape)
+        key = self.tensor_keys.priority_weight
+        if self.use_prioritized_weights is True:
+            self._check_keys(tensordict, [key])
+        weights = tensordict.get(key, None)
+        return None if weights is None else weights.reshape(tensordict.shape)
 
     def _reduce(self, loss: Tensor, mask: Tensor | None, weights: Tensor | None) -> Tensor:
         """Reduce a loss ``[*B]`` as ``reduction`` says, with static shapes."""
         if self.reduction == "mean":
             return masked_mean(loss, mask, weights)
-        if mask is not None:
-            loss = torch.where(mask, loss, 0.0)
         if weights is not None:
             loss = loss * weights
+        if mask is not None:
+            loss = torch.where(mask, loss, 0.0)
         return loss.sum() if self.reduction == "sum" else loss
 
     def _output(
@@ -174,6 +175,13 @@ class DualLossModule(LossModule):
             for name, value in metrics.items():
                 output.set_non_tensor(name, value)
         return output
+
+
+def masked_extreme(x: Tensor, mask: Tensor | None, which: Literal["min", "max"]) -> Tensor:
+    """Smallest or largest entry of ``x`` ``[N, *B]`` where ``mask`` ``[*B]`` holds."""
+    if mask is not None:
+        x = torch.where(mask, x, torch.inf if which == "min" else -torch.inf)
+    return x.amin() if which == "min" else x.amax()
 
 
 def _keep_estimator_entries_apart(

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any
 
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import NestedKey, TensorDict, TensorDictBase
 from tensordict.nn import ProbabilisticTensorDictModule, ProbabilisticTensorDictSequential
 from torch import Tensor
 from torch import distributions as D
@@ -43,9 +42,10 @@ def distribution_class(actor_network: object) -> type[D.Distribution]:
             f"ProbabilisticActor), got {type(actor_network).__name__}."
         )
     heads = [m for m in actor_network.modules() if isinstance(m, ProbabilisticTensorDictModule)]
-    distribution: Any = heads[-1].distribution_class
-    if isinstance(distribution, partial):
-        distribution = distribution.func
+    distribution = heads[-1].distribution_class
+    if not isinstance(distribution, type):  # a factory: see what it makes
+        parameters = TensorDict({key: torch.ones(1) for key in heads[-1].in_keys})
+        distribution = type(heads[-1].get_dist(parameters))
     return distribution
 
 
@@ -145,7 +145,7 @@ def resolve_penalization(requested: bool | None, *, bounded: bool, squashed: boo
 
 
 def blank_terminal_states(states: TensorDictBase, terminated: Tensor) -> TensorDictBase:
-    """Zeros where ``terminated`` ``[*B]`` holds: a terminal observation may be anything, even NaN."""
+    """Zeros where ``terminated`` ``[*B]`` holds, as terminal observations may be NaN."""
 
     def blank(x: Tensor) -> Tensor:
         features = [1] * (x.ndim - terminated.ndim)

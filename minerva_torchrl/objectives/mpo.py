@@ -14,6 +14,7 @@ from torchrl.objectives.utils import distance_loss
 
 from minerva_torchrl.objectives import functional as F
 from minerva_torchrl.objectives._actor_critic import SampledCriticLoss
+from minerva_torchrl.objectives._base import masked_extreme
 from minerva_torchrl.objectives._checks import check_choice, check_count, check_positive
 from minerva_torchrl.objectives._policy import (
     check_is_gaussian_actor,
@@ -416,6 +417,8 @@ class MPOLoss(SampledCriticLoss):
         q_value = self._q_value(data, action, self.qvalue_network_params)
         target = target.squeeze(-1)
         mask, weights = self._valid_mask(data), self._priority_weight(data)
+        if mask is not None:  # left out before the loss: the gradient of a NaN is never zero
+            target = torch.where(mask, target, q_value.detach()[0])
         loss = distance_loss(q_value, target.expand_as(q_value), self.loss_function).sum(0)
         with torch.no_grad():
             td_error = (q_value - target).abs().amax(0)
@@ -516,8 +519,8 @@ class MPOLoss(SampledCriticLoss):
             "kl_q_rel": kl / self.epsilon,
             "ess": F.masked_mean(F.effective_sample_size(weights), mask),
             "weight_entropy": F.masked_mean(F.weight_entropy(weights), mask),
-            "q_min": q_value.amin(),
-            "q_max": q_value.amax(),
+            "q_min": masked_extreme(q_value, mask, "min"),
+            "q_max": masked_extreme(q_value, mask, "max"),
             "q_mean": F.masked_mean(q_value.mean(0), mask),
         }
 
@@ -531,6 +534,6 @@ class MPOLoss(SampledCriticLoss):
             "kl_stddev": kl_stddev,
             "kl_mean_rel": kl_mean / self.epsilon_mean,
             "kl_stddev_rel": kl_stddev / self.epsilon_stddev,
-            "stddev_min": m_step.scale.amin(),
-            "stddev_max": m_step.scale.amax(),
+            "stddev_min": masked_extreme(m_step.scale.movedim(-1, 0), e_step.mask, "min"),
+            "stddev_max": masked_extreme(m_step.scale.movedim(-1, 0), e_step.mask, "max"),
         }
