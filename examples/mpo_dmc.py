@@ -78,7 +78,7 @@ def make_loss(env: EnvBase, action_spec: TensorSpec) -> MPOLoss:
     )
     critic = StateActionCritic(obs_dim, action_dim, (256, 256))
     critic = ValueOperator(critic, in_keys=["observation", "action"])
-    return MPOLoss(actor, critic).make_value_estimator(gamma=GAMMA)
+    return MPOLoss(actor, critic, epsilon_mean=1e-2).make_value_estimator(gamma=GAMMA)
 
 
 @torch.no_grad()

@@ -134,6 +134,8 @@ class SampledCriticLoss(DualLossModule):
         self.set_keys(
             action=actor_network.dist_sample_keys[0], log_prob=actor_network.log_prob_keys[0]
         )
+        if self.tensor_keys.state_action_value not in self.qvalue_network.out_keys:
+            self.set_keys(state_action_value=self.qvalue_network.out_keys[0])
 
         spec = resolve_action_spec(action_spec, actor_network, self.tensor_keys.action)
         self._action_dim = None if spec is None or not spec.shape else spec.shape[-1]

@@ -10,6 +10,7 @@ from tensordict import NestedKey, TensorDictBase
 from tensordict.nn import (
     ProbabilisticTensorDictSequential,
     TensorDictModule,
+    TensorDictModuleBase,
     TensorDictParams,
     composite_lp_aggregate,
 )
@@ -85,6 +86,11 @@ class AdvantageLoss(DualLossModule):
         reduction: Literal["none", "mean", "sum"] | None,
         scalar_output_mode: Literal["exclude", "non_tensor"] | None,
     ) -> None:
+        if not isinstance(critic_network, TensorDictModuleBase):
+            raise TypeError(
+                "critic_network must be a TensorDictModule that writes 'state_value', "
+                f"got {type(critic_network).__name__}."
+            )
         check_positive("critic_coeff", critic_coeff)
         check_choice("loss_critic_type", loss_critic_type, ("l2", "l1", "smooth_l1"))
         if clip_value is not None:
@@ -106,6 +112,8 @@ class AdvantageLoss(DualLossModule):
             action=actor_network.dist_sample_keys[0],
             sample_log_prob=actor_network.log_prob_keys[0],
         )
+        if self.tensor_keys.value not in critic_network.out_keys:
+            self.set_keys(value=critic_network.out_keys[0])
 
     def _forward_value_estimator_keys(self, **kwargs: Any) -> None:
         if self._value_estimator is not None:
@@ -158,6 +166,8 @@ class AdvantageLoss(DualLossModule):
             value = self.critic_network(critic_input).get(keys.value)
         mask = self._valid_mask(tensordict)
         metrics = _value_metrics(value.detach().squeeze(-1), target.squeeze(-1), mask)
+        if mask is not None:  # left out before the loss: the gradient of a NaN is never zero
+            target = torch.where(mask.unsqueeze(-1), target, value.detach())
         if self._has_popart:
             value, target = popart_normalize(self, value, target)
         loss = distance_loss(value, target, self.loss_critic_type)

@@ -88,6 +88,7 @@ def vmpo_weights_and_temperature_loss(
     top_k_fraction: float = 0.5,
     restarting_weights: Tensor | None = None,
     importance_weights: Tensor | None = None,
+    mask: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     r"""Weights of the best samples of a batch and the dual loss of the temperature.
 
@@ -106,10 +107,12 @@ def vmpo_weights_and_temperature_loss(
         epsilon (Tensor or float): bound of the KL divergence.
         top_k_fraction (float): fraction of the batch that is kept, in ``(0, 1]``. At least one
             sample is kept; samples tied with the last one kept are kept too.
-        restarting_weights (Tensor, optional): ``[*B]``, zero for samples to leave out (padding,
-            actions that the environment ignored), anything else for samples to use. They count in
-            the size that ``top_k_fraction`` refers to.
+        restarting_weights (Tensor, optional): ``[*B]``, zero for samples to leave out (actions
+            that the environment ignored), anything else for samples to use. They count in the size
+            that ``top_k_fraction`` refers to.
         importance_weights (Tensor, optional): ``[*B]``, the non-negative ratios ``rho``.
+        mask (Tensor, optional): boolean ``[*B]``, ``False`` for padding, which is not part of the
+            batch at all.
 
     Returns:
         The weights, detached, ``[*B]``, which sum to one (all zero when no sample is usable), the
@@ -125,7 +128,7 @@ def vmpo_weights_and_temperature_loss(
     """
     advantage = advantage.detach()
     usable = None if restarting_weights is None else restarting_weights != 0
-    selected = top_k_mask(advantage, top_k_fraction, usable)
+    selected = top_k_mask(advantage, top_k_fraction, usable, mask)
     counted = selected
     if importance_weights is not None:
         importance_weights = importance_weights.detach()
@@ -146,7 +149,9 @@ def vmpo_weights_and_temperature_loss(
     return weights, torch.where(any_counted, loss, 0.0 * loss), selected
 
 
-def top_k_mask(advantage: Tensor, fraction: float, usable: Tensor | None = None) -> Tensor:
+def top_k_mask(
+    advantage: Tensor, fraction: float, usable: Tensor | None = None, mask: Tensor | None = None
+) -> Tensor:
     """Which samples are among the best of a batch.
 
     Args:
@@ -155,6 +160,8 @@ def top_k_mask(advantage: Tensor, fraction: float, usable: Tensor | None = None)
             kept; samples tied with the last one kept are kept too.
         usable (Tensor, optional): boolean ``[*B]``, ``False`` for samples that are never kept. They
             may hold anything and count in the size that ``fraction`` refers to.
+        mask (Tensor, optional): boolean ``[*B]``, ``False`` for samples that are not part of the
+            batch. They may hold anything and do not count.
 
     Returns:
         A boolean mask ``[*B]``.
@@ -164,9 +171,15 @@ def top_k_mask(advantage: Tensor, fraction: float, usable: Tensor | None = None)
         tensor([ True, False,  True, False])
     """
     usable = torch.ones_like(advantage, dtype=torch.bool) if usable is None else usable
+    usable = usable if mask is None else usable & mask
     advantage = advantage.masked_fill(~usable, -math.inf)
-    num_kept = max(1, int(fraction * advantage.numel()))
-    threshold = advantage.flatten().topk(num_kept).values[-1]
+    if mask is None:
+        num_kept = max(1, int(fraction * advantage.numel()))
+        threshold = advantage.flatten().topk(num_kept).values[-1]
+    else:  # the size is known to the device only
+        last_kept = (fraction * mask.sum().double()).long().clamp_min(1) - 1
+        ranked = advantage.flatten().sort(descending=True).values
+        threshold = ranked.gather(0, last_kept.unsqueeze(0))
     return usable & (advantage >= threshold)
 
 
@@ -262,6 +275,8 @@ def out_of_bounds_cost(action: Tensor, low: Tensor, high: Tensor) -> Tensor:
     .. math::
         c(a) = -\big\| (a - \mathrm{clip}(a, low, high)) / h \big\|_2, \qquad h = (high - low) / 2
 
+    with :math:`h = 1` for a dimension that is bounded on one side only.
+
     Args:
         action (Tensor): ``[..., D]``.
         low (Tensor): lower bounds, ``[D]``.
@@ -275,7 +290,9 @@ def out_of_bounds_cost(action: Tensor, low: Tensor, high: Tensor) -> Tensor:
         >>> out_of_bounds_cost(torch.tensor([[0.5, -1.0], [4.0, 5.0]]), -bound, bound)
         tensor([-0., -5.])
     """
-    excess = (action - action.clamp(low, high)) / ((high - low) / 2)
+    half_range = (high - low) / 2
+    half_range = torch.where(half_range.isinf(), 1.0, half_range)
+    excess = (action - action.clamp(low, high)) / half_range
     return -torch.linalg.vector_norm(excess, dim=-1)
 
 

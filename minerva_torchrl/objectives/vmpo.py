@@ -13,6 +13,7 @@ from torch.compiler import is_compiling
 from torchrl.data.tensor_specs import TensorSpec
 
 from minerva_torchrl.objectives import functional as F
+from minerva_torchrl.objectives._base import masked_extreme
 from minerva_torchrl.objectives._checks import check_choice, check_fraction, check_positive
 from minerva_torchrl.objectives._on_policy import AdvantageLoss, masked_std
 from minerva_torchrl.objectives._policy import (
@@ -351,41 +352,46 @@ class VMPOLoss(AdvantageLoss):
         Returns:
             The tensors that the other phases need, for any number of M-steps.
         """
+        keys = self.tensor_keys
+        states = (*self.actor_network.in_keys, *self.critic_network.in_keys)
+        self._check_keys(tensordict, dict.fromkeys((*states, keys.action)))
         raw_advantage = self._advantage(tensordict)
         valid = self._valid_mask(tensordict)
         mask = torch.ones_like(raw_advantage, dtype=torch.bool) if valid is None else valid
-        keys = self.tensor_keys
         restarting = self._optional_weight(tensordict, keys.restarting_weight)
         importance = self._optional_weight(tensordict, keys.importance_weight)
         usable = mask if restarting is None else mask & (restarting != 0)
 
         mean = F.masked_mean(raw_advantage, mask)
-        std = F.masked_mean((raw_advantage - mean).square(), mask).sqrt()
+        std = masked_std(raw_advantage, mask)
         advantage = raw_advantage
         if self.normalize_advantage:
             advantage = (raw_advantage - mean) / (std + 1e-8)
         if self.temperature_update == "solve":
-            self._solve_temperature(advantage, usable, importance)
+            self._solve_temperature(advantage, usable, importance, valid)
         temperature = self.temperature()
         weights, temperature_loss, selected = F.vmpo_weights_and_temperature_loss(
             advantage,
             temperature,
             self.epsilon_eta,
             top_k_fraction=self.top_k_fraction,
-            restarting_weights=usable,
+            restarting_weights=restarting,
             importance_weights=importance,
+            mask=valid,
         )
         with torch.no_grad():
-            num_selected = selected.sum().clamp_min(1)
             ones = torch.ones_like(weights)
+            any_selected = selected.any()
+            threshold = torch.where(selected, advantage, torch.inf).amin()
+            ess = F.effective_sample_size(weights.flatten())
             metrics = {
                 "advantage_mean": mean,
                 "advantage_std": std,
-                "advantage_threshold": torch.where(selected, advantage, torch.inf).amin(),
+                "advantage_threshold": torch.where(any_selected, threshold, 0.0),
                 "advantage_std_over_temperature": masked_std(advantage, mask) / temperature,
                 "kl_eta_rel": _divergence_from(weights, selected, importance) / self.epsilon_eta,
-                "ess": F.effective_sample_size(weights.flatten()),
-                "selected_fraction": num_selected / weights.numel(),
+                "ess": torch.where(ess.isfinite(), ess, 0.0),
+                "selected_fraction": F.masked_mean(selected.to(weights.dtype), mask),
                 "restarting_fraction": 1 - F.masked_mean(usable.to(weights.dtype), mask),
                 "importance_mean": F.masked_mean(ones if importance is None else importance, mask),
             }
@@ -393,7 +399,7 @@ class VMPOLoss(AdvantageLoss):
             weights=weights,
             selected=selected,
             mask=mask,
-            old_policy=self._old_policy(tensordict),
+            old_policy=self._old_policy(tensordict, valid),
             temperature_loss=temperature_loss,
             metrics=metrics,
         )
@@ -402,7 +408,13 @@ class VMPOLoss(AdvantageLoss):
         """Score the stored actions with the online policy and measure how far it has moved."""
         dist = self._dist(tensordict, self.actor_network_params)
         new_policy = policy_parameters(dist)
-        log_prob = dist.log_prob(tensordict.get(self.tensor_keys.action))
+        action = tensordict.get(self.tensor_keys.action)
+        if not self.discrete and action.shape != new_policy[0].shape:
+            raise ValueError(
+                f"{self.tensor_keys.action!r} must have the shape of the policy's mean, "
+                f"{tuple(new_policy[0].shape)}, got {tuple(action.shape)}."
+            )
+        log_prob = dist.log_prob(action)
         if self.discrete:
             (logits,), (old_logits,) = new_policy, e_step.old_policy
             divergences = {"policy": F.categorical_kl(logits, old_logits).unsqueeze(-1)}
@@ -469,23 +481,31 @@ class VMPOLoss(AdvantageLoss):
     # Parts ---------------------------------------------------------------------------------------
 
     def _solve_temperature(
-        self, advantage: Tensor, usable: Tensor, importance: Tensor | None
+        self,
+        advantage: Tensor,
+        usable: Tensor,
+        importance: Tensor | None,
+        valid: Tensor | None,
     ) -> None:
         """Set the temperature to where the weights meet their bound on this batch."""
-        selected = F.top_k_mask(advantage, self.top_k_fraction, usable)
-        log_prior = torch.zeros_like(advantage) if importance is None else importance.log()
-        any_selected = selected.any()
-        log_prior = torch.where(selected | ~any_selected, log_prior, -torch.inf)
+        counted = F.top_k_mask(advantage, self.top_k_fraction, usable, valid)
+        prior = torch.ones_like(advantage)
+        if importance is not None:
+            counted = counted & (importance > 0)
+            prior = importance
+        any_counted = counted.any()
+        log_prior = torch.where(counted, prior, 1.0).log()
+        log_prior = torch.where(counted | ~any_counted, log_prior, -torch.inf)
         solved = F.solve_temperature(
-            torch.where(selected, advantage, 0.0).flatten(),
+            torch.where(counted, advantage, 0.0).flatten(),
             self.epsilon_eta,
             log_prior=log_prior.flatten(),
             floor=self.temperature.floor,
         )
-        self.temperature.set_(torch.where(any_selected, solved, self.temperature()))
+        self.temperature.set_(torch.where(any_counted, solved, self.temperature()))
 
     @torch.no_grad()
-    def _old_policy(self, tensordict: TensorDictBase) -> tuple[Tensor, ...]:
+    def _old_policy(self, tensordict: TensorDictBase, valid: Tensor | None) -> tuple[Tensor, ...]:
         """Parameters of the policy that the divergences are measured from."""
         if self.old_policy == "target":
             old = policy_parameters(self._dist(tensordict, self.target_actor_network_params))
@@ -499,6 +519,8 @@ class VMPOLoss(AdvantageLoss):
                 )
             stored = tensordict.select(*self._old_policy_keys)
             old = policy_parameters(self.actor_network.build_dist_from_params(stored))
+        if valid is not None:  # padding may hold anything; ones are a policy of every kind
+            old = tuple(torch.where(valid.unsqueeze(-1), x, 1.0) for x in old)
         self._check_parameters_once(old)
         return old
 
@@ -533,16 +555,14 @@ class VMPOLoss(AdvantageLoss):
         action = raw_to_action(dist, loc)
         metrics = {
             "entropy": F.masked_mean(F.gaussian_entropy(scale), samples),
-            "stddev_min": scale.amin(),
-            "stddev_max": scale.amax(),
+            "stddev_min": masked_extreme(scale.movedim(-1, 0), e_step.mask, "min"),
+            "stddev_max": masked_extreme(scale.movedim(-1, 0), e_step.mask, "max"),
             "mean_abs_action": F.masked_mean(action.abs().mean(-1), e_step.mask),
         }
         if self.action_low is not None and self.action_high is not None:
-            centre, half = (
-                (self.action_high + self.action_low) / 2,
-                self.action_high - self.action_low,
-            )
-            at_bound = (action - centre).abs() >= _SATURATED * half / 2
+            margin = (1 - _SATURATED) * (self.action_high - self.action_low) / 2
+            margin = torch.where(margin.isinf(), 0.0, margin)
+            at_bound = (action <= self.action_low + margin) | (action >= self.action_high - margin)
             metrics["saturation"] = F.masked_mean(at_bound.to(loc.dtype).mean(-1), e_step.mask)
         return metrics
 
