@@ -1,4 +1,4 @@
-"""Train MPO on a DM Control task.
+"""Train MPO on a DM Control task, or with "gym:" before its name on a Gymnasium one.
 
     python examples/mpo_dmc.py --env cartpole-balance --frames 20000 --seed 0
 
@@ -15,26 +15,14 @@ import time
 import torch
 from tensordict.nn import TensorDictModule
 from torchrl.collectors import Collector
-from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer, TensorSpec
-from torchrl.envs import (
-    CatTensors,
-    ClipTransform,
-    Compose,
-    DMControlEnv,
-    DoubleToFloat,
-    EnvBase,
-    ExplorationType,
-    InitTracker,
-    MultiStepTransform,
-    RewardSum,
-    TransformedEnv,
-    set_exploration_type,
-)
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
+from torchrl.envs import EnvBase, ExplorationType, MultiStepTransform, set_exploration_type
 from torchrl.modules import IndependentNormal, ProbabilisticActor, ValueOperator
 from torchrl.objectives import HardUpdate
 from tqdm import tqdm
 
 from minerva_torchrl import MPOLoss, MPOOptimizationStepper
+from minerva_torchrl.envs import make_env
 from minerva_torchrl.modules import GaussianPolicy, StateActionCritic
 
 GAMMA = 0.99
@@ -45,7 +33,7 @@ TARGET_PERIOD = 100
 
 def parse_args() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--env", default="cartpole-balance", help="DOMAIN-TASK of the suite")
+    parser.add_argument("--env", default="cartpole-balance", help="name of the task")
     parser.add_argument("--frames", type=int, default=20_000, help="environment steps")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--eval-every", type=int, default=2_000, help="frames between evaluations")
@@ -53,28 +41,16 @@ def parse_args() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def make_env(name: str, seed: int) -> EnvBase:
-    """A suite task with flat float32 observations that clips the raw actions it is given."""
-    env = DMControlEnv(*name.split("-", 1))
-    flatten = CatTensors(in_keys=list(env.observation_spec.keys()), out_key="observation")
-    clip_action = ClipTransform(in_keys_inv=["action"], low=-1.0, high=1.0)
-    env = TransformedEnv(
-        env, Compose(flatten, DoubleToFloat(), clip_action, InitTracker(), RewardSum())
-    )
-    env.set_seed(seed)
-    return env
-
-
-def make_loss(env: EnvBase, action_spec: TensorSpec) -> MPOLoss:
+def make_loss(env: EnvBase) -> MPOLoss:
     """A Gaussian policy and a critic, two hidden layers each, in an MPO loss."""
-    obs_dim, action_dim = env.observation_spec["observation"].shape[-1], action_spec.shape[-1]
+    obs_dim = env.observation_spec["observation"].shape[-1]
+    action_dim = env.action_spec.shape[-1]
     policy = GaussianPolicy(obs_dim, action_dim, (256, 256))
     actor = ProbabilisticActor(
         TensorDictModule(policy, in_keys=["observation"], out_keys=["loc", "scale"]),
         in_keys=["loc", "scale"],
-        spec=action_spec,
+        spec=env.action_spec,
         distribution_class=IndependentNormal,
-        return_log_prob=True,
     )
     critic = StateActionCritic(obs_dim, action_dim, (256, 256))
     critic = ValueOperator(critic, in_keys=["observation", "action"])
@@ -85,7 +61,7 @@ def make_loss(env: EnvBase, action_spec: TensorSpec) -> MPOLoss:
 def evaluate(env: EnvBase, actor: TensorDictModule, episodes: int = 2) -> float:
     """Mean return of the deterministic policy."""
     with set_exploration_type(ExplorationType.DETERMINISTIC):
-        returns = [env.rollout(1_000, actor)["next", "reward"].sum() for _ in range(episodes)]
+        returns = [env.rollout(10_000, actor)["next", "reward"].sum() for _ in range(episodes)]
     return torch.stack(returns).mean().item()
 
 
@@ -93,9 +69,8 @@ def main() -> None:
     args = parse_args()
     torch.manual_seed(args.seed)
     torch.set_num_threads(1)  # small networks: threads cost more than they bring
-    env, eval_env = make_env(args.env, args.seed), make_env(args.env, args.seed + 1_000)
-    action_spec = env.base_env.action_spec.to(torch.float32)
-    loss = make_loss(env, action_spec)
+    env, eval_env = make_env(args.env, seed=args.seed), make_env(args.env, seed=args.seed + 1_000)
+    loss = make_loss(env)
     # TorchRL's HardUpdate(n) copies at every call n + 1.
     updater = HardUpdate(loss, value_network_update_interval=TARGET_PERIOD - 1)
     stepper = MPOOptimizationStepper(
@@ -104,7 +79,7 @@ def main() -> None:
         torch.optim.Adam(loss.dual_parameters(), lr=1e-2),
     )
     replay_buffer = TensorDictReplayBuffer(
-        storage=LazyTensorStorage(args.frames),
+        storage=LazyTensorStorage(min(args.frames, 1_000_000)),
         batch_size=128,
         transform=MultiStepTransform(n_steps=N_STEPS, gamma=GAMMA),
     )
@@ -136,13 +111,13 @@ def main() -> None:
         progress.set_postfix({"return": f"{last_return:.0f}", "updates": updates})
     progress.close()
     collector.shutdown()
-    seconds = time.perf_counter() - start
     print(
-        f"{args.env}: evaluation return {curve[0]:.0f} -> {curve[-1]:.0f} (best {max(curve):.0f}) "
-        f"in {args.frames} frames and {updates} updates, {seconds:.0f} s"
-        if curve
-        else f"{args.env}: {updates} updates, {seconds:.0f} s, no evaluation asked for"
+        f"{args.env}: {args.frames} frames, {updates} updates, {time.perf_counter() - start:.0f} s"
     )
+    if curve:
+        print(
+            f"evaluation return: first {curve[0]:.0f}, last {curve[-1]:.0f}, best {max(curve):.0f}"
+        )
 
 
 if __name__ == "__main__":

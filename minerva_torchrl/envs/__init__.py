@@ -1,5 +1,15 @@
 """Environments and the transforms they need."""
 
+from minerva_torchrl.envs.gym import GymnasiumEnv
+from minerva_torchrl.envs.make import list_envs, make_env
+from minerva_torchrl.envs.suite import SuiteEnv
 from minerva_torchrl.envs.transforms import ReturnStdScaling, RunningObservationNorm
 
-__all__ = ["ReturnStdScaling", "RunningObservationNorm"]
+__all__ = [
+    "GymnasiumEnv",
+    "ReturnStdScaling",
+    "RunningObservationNorm",
+    "SuiteEnv",
+    "list_envs",
+    "make_env",
+]

@@ -1,0 +1,282 @@
+"""Several simulators behind one TorchRL environment."""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+from torchrl._utils import seed_generator
+from torchrl.data import Binary, Bounded, Composite, TensorSpec, Unbounded
+from torchrl.envs import EnvBase
+
+from minerva_torchrl.objectives._checks import check_count
+
+__all__ = ["Actions", "BatchedEnv", "BoxActions", "Observation", "Simulator", "copy_seeds"]
+
+Observation = Iterable[Any]  # numbers and arrays: always as many, of the same shapes
+
+
+class Simulator(Protocol):
+    """One copy of a task."""
+
+    exact_state: bool
+    """Whether :meth:`get_state` has all that the future depends on."""
+
+    def reset(self) -> Observation:
+        """Begin an episode."""
+
+    def step(self, action: Any) -> tuple[Observation, float, bool, bool]:
+        """The observation, the reward, and whether the episode is terminated or truncated."""
+
+    def seed(self, seed: int) -> None:
+        """Seed what episodes draw from."""
+
+    def get_state(self) -> dict[str, Any]:
+        """What it takes to go on from here, in tensors, numbers and strings."""
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Go on where :meth:`get_state` was called."""
+
+    def close(self) -> None:
+        """Free what the simulator holds."""
+
+
+class Actions(Protocol):
+    """How actions look to TorchRL, and how the simulators get them."""
+
+    def spec(self) -> TensorSpec:
+        """The spec of a single action."""
+
+    def read(self, actions: NDArray[Any]) -> NDArray[Any]:
+        """A batch of actions as the simulators take them."""
+
+
+class BoxActions:
+    """Actions between bounds: flat float32 in the data, clipped on the way to the simulators."""
+
+    def __init__(self, low: NDArray[Any], high: NDArray[Any]) -> None:
+        self.low, self.high = np.array(low), np.array(high)
+
+    def spec(self) -> TensorSpec:
+        """Bounded, unless a bound is infinite."""
+        low, high = (torch.from_numpy(x.flatten()).float() for x in (self.low, self.high))
+        if low.isfinite().all() and high.isfinite().all():
+            return Bounded(low, high, shape=low.shape, dtype=torch.float32)
+        return Unbounded(low.shape, dtype=torch.float32)
+
+    def read(self, actions: NDArray[Any]) -> NDArray[Any]:
+        """Clip, shape and cast."""
+        actions = actions.reshape(-1, *self.low.shape)
+        actions = np.minimum(np.maximum(actions, self.low), self.high)
+        if np.isnan(actions).any():
+            raise ValueError("an action is not a number (nan).")
+        return actions.astype(self.low.dtype, copy=False)
+
+
+def copy_seeds(seed: int | None, num_envs: int | None) -> list[int]:
+    """A seed for each copy; ``None`` asks the operating system for the first one."""
+    check_count("num_envs", num_envs, optional=True)
+    if seed is None:
+        # Not from torch's generator: that one starts out the same in every worker process.
+        seed = int(np.random.SeedSequence().generate_state(1)[0])
+    if isinstance(seed, bool) or not isinstance(seed, int):
+        raise TypeError(f"seed must be an integer, got {type(seed).__name__}.")
+    if not 0 <= seed < 2**32:
+        raise ValueError(f"seed must be between 0 and 2**32 - 1, got {seed}.")
+    seeds = [seed]
+    while len(seeds) < (num_envs or 1):
+        seeds.append(seed_generator(seeds[-1]))
+    return seeds
+
+
+class BatchedEnv(EnvBase):
+    """Steps several simulators in turn: the base of ``SuiteEnv`` and ``GymnasiumEnv``.
+
+    Observations are flat and float32. Each simulator is reset on its own when its episode has
+    ended, so every transition is one of a single episode. Stepping it further raises an error.
+
+    ``state_dict`` holds the state of the simulators and of their random generators.
+
+    Args:
+        simulators (sequence of Simulator): the copies.
+        actions (Actions): what they take.
+
+    Keyword Args:
+        observation_shapes (sequence of tuples): shapes of an observation's parts.
+        num_envs (int, optional): number of copies, or ``None`` for one without a batch dimension.
+        frame_skip (int): simulator steps that an action is repeated for.
+        device (torch.device, optional): device of the data.
+    """
+
+    _has_frame_skip = True  # without it EnvBase would repeat the repeated steps
+
+    def __init__(
+        self,
+        simulators: Sequence[Simulator],
+        actions: Actions,
+        *,
+        observation_shapes: Sequence[tuple[int, ...]],
+        num_envs: int | None,
+        frame_skip: int,
+        device: torch.device | str | None,
+    ) -> None:
+        check_count("frame_skip", frame_skip)
+        batch_size = [] if num_envs is None else [num_envs]
+        super().__init__(device=device, batch_size=batch_size)
+        self.is_closed = False
+        self.frame_skip = frame_skip
+        self._simulators, self._actions = simulators, actions
+        count, width = len(simulators), sum(math.prod(shape) for shape in observation_shapes)
+        self._observation = np.zeros((*batch_size, width), np.float32)
+        self._parts = [
+            _split(row, observation_shapes) for row in self._observation.reshape(count, width)
+        ]
+        # Done, terminated and truncated. What is done must be reset first, as all must be now.
+        self._flags = np.ones((3, *batch_size, 1), bool)
+        self._done, self._terminated, self._truncated = self._flags.reshape(3, count)
+        self._make_specs(batch_size, width)
+
+    def _make_specs(self, batch_size: list[int], width: int) -> None:
+        kwargs = {"dtype": torch.float32, "device": self.device}
+        self.observation_spec = Composite(
+            observation=Unbounded((*batch_size, width), **kwargs), shape=batch_size
+        )
+        spec = self._actions.spec()
+        self.action_spec = spec.expand(*batch_size, *spec.shape).to(self.device or "cpu")
+        self.reward_spec = Unbounded((*batch_size, 1), **kwargs)
+        flag = Binary(1, (*batch_size, 1), dtype=torch.bool, device=self.device)
+        self.done_spec = Composite(
+            done=flag, terminated=flag.clone(), truncated=flag.clone(), shape=batch_size
+        )
+
+    @property
+    def exact_state(self) -> bool:
+        """Whether an environment that loads ``state_dict`` goes on exactly, even mid-episode.
+
+        If not, ``state_dict`` has the random generators only, and what loads it must be reset.
+        """
+        return all(simulator.exact_state for simulator in self._simulators)
+
+    # Stepping ------------------------------------------------------------------------------------
+
+    def _step(self, tensordict: TensorDictBase) -> TensorDict:
+        actions = self._actions.read(tensordict.get("action").detach().cpu().numpy())
+        rewards = np.zeros((*self.batch_size, 1), np.float32)
+        for i in self._selected(tensordict, "_step"):
+            if self._done[i]:
+                raise RuntimeError(
+                    f"the episode of environment {i} has ended or not begun: reset it first."
+                )
+            step, reward = self._simulators[i].step, 0.0
+            for _ in range(self.frame_skip):
+                observation, frame_reward, terminated, truncated = step(actions[i])
+                reward += frame_reward
+                if terminated or truncated:
+                    break
+            self._write(i, observation, terminated, truncated)
+            rewards.flat[i] = reward
+        return self._output(reward=rewards)
+
+    def _reset(self, tensordict: TensorDictBase | None = None) -> TensorDict:
+        for i in self._selected(tensordict, "_reset"):
+            self._write(i, self._simulators[i].reset(), False, False)
+        return self._output()
+
+    def _selected(self, tensordict: TensorDictBase | None, key: str) -> Sequence[int]:
+        """The copies that a mask selects; all, if there is no mask."""
+        mask = None if tensordict is None else tensordict.get(key, None)
+        if mask is None:
+            return range(len(self._simulators))
+        return mask.reshape(-1).nonzero().flatten().tolist()
+
+    def _write(
+        self, index: int, observation: Observation, terminated: bool, truncated: bool
+    ) -> None:
+        for part, value in zip(self._parts[index], observation, strict=True):
+            part[...] = value
+        self._terminated[index] = terminated
+        self._truncated[index] = truncated
+        self._done[index] = terminated or truncated
+
+    def _output(self, **arrays: NDArray[Any]) -> TensorDict:
+        done, terminated, truncated = self._flags.copy()
+        arrays["observation"] = self._observation.copy()
+        arrays |= {"done": done, "terminated": terminated, "truncated": truncated}
+        tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
+        return TensorDict(tensors, batch_size=self.batch_size, device=self.device)
+
+    # What these check and add is right by construction, and they would take as long as a simulator.
+
+    def _step_proc_data(self, next_tensordict_out: TensorDictBase) -> TensorDictBase:
+        return next_tensordict_out
+
+    @classmethod
+    def _complete_done(cls, done_spec: Composite, data: TensorDictBase) -> TensorDictBase:
+        return data
+
+    # Seeds and state -----------------------------------------------------------------------------
+
+    def set_seed(self, seed: int | None = None, static_seed: bool = False) -> int | None:
+        """Seed all copies and return the seed for a further environment.
+
+        Args:
+            seed (int, optional): seed of the first copy; ``None`` changes nothing.
+            static_seed (bool): give all copies the same seed. Defaults to ``False``.
+        """
+        for simulator in self._simulators:
+            if seed is not None:
+                simulator.seed(seed)
+                seed = seed if static_seed else seed_generator(seed)
+        return seed
+
+    def _set_seed(self, seed: int | None) -> None:
+        self.set_seed(seed)
+
+    def get_extra_state(self) -> Tensor:
+        """The state of the simulators and of their random generators, as bytes."""
+        state = {
+            "observation": torch.from_numpy(self._observation.copy()),
+            "flags": torch.from_numpy(self._flags.copy()),
+            "simulators": [simulator.get_state() for simulator in self._simulators],
+        }
+        # An EnvCreator loads the state of its first environment into all others, which would then
+        # all do the same. Of tensors it keeps only those that are shared.
+        file = io.BytesIO()
+        torch.save(state, file)
+        return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
+
+    def set_extra_state(self, state: Tensor) -> None:
+        """Go on where :meth:`get_extra_state` was called."""
+        content = torch.load(io.BytesIO(state.cpu().numpy().tobytes()), weights_only=True)
+        observation = content["observation"].numpy()
+        if observation.shape != self._observation.shape:
+            raise ValueError(
+                "the state is that of another task or number of environments: its observations "
+                f"have the shape {observation.shape} and not {self._observation.shape}."
+            )
+        self._observation[:] = observation
+        self._flags[:] = content["flags"].numpy()
+        if not self.exact_state:
+            self._done[:] = True  # to be reset
+        for simulator, simulator_state in zip(self._simulators, content["simulators"], strict=True):
+            simulator.set_state(simulator_state)
+
+    def close(self, *, raise_if_closed: bool = True) -> None:
+        """Free the simulators."""
+        if not self.is_closed:
+            for simulator in self._simulators:
+                simulator.close()
+        super().close(raise_if_closed=raise_if_closed)
+
+
+def _split(row: NDArray[Any], shapes: Sequence[tuple[int, ...]]) -> list[NDArray[Any]]:
+    """Views of the parts that a row consists of."""
+    ends = np.cumsum([math.prod(shape) for shape in shapes])
+    return [part.reshape(shape) for part, shape in zip(np.split(row, ends), shapes)]  # noqa: B905

@@ -1,0 +1,252 @@
+"""Gymnasium environments as one batched TorchRL environment."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import gymnasium
+import mujoco
+import numpy as np
+import torch
+from gymnasium import spaces
+from gymnasium.envs import classic_control
+from gymnasium.wrappers import OrderEnforcing, TimeLimit
+from numpy.typing import NDArray
+from torchrl.data import Categorical, OneHot, TensorSpec
+
+from minerva_torchrl.envs._mujoco import get_physics_state, set_physics_state
+from minerva_torchrl.envs._names import unknown_name
+from minerva_torchrl.envs.batched import Actions, BatchedEnv, BoxActions, Observation, copy_seeds
+
+__all__ = ["GymnasiumEnv", "gymnasium_names"]
+
+_CLASSIC_CONTROL = (
+    classic_control.AcrobotEnv,
+    classic_control.CartPoleEnv,
+    classic_control.Continuous_MountainCarEnv,
+    classic_control.MountainCarEnv,
+    classic_control.PendulumEnv,
+)
+_CLASSIC_CONTROL_STATE = ("state", "last_u", "steps_beyond_terminated")
+_WRAPPER_STATE = {OrderEnforcing: "_has_reset", TimeLimit: "_elapsed_steps"}
+
+
+def gymnasium_names() -> list[str]:
+    """All environments that are registered."""
+    return sorted(gymnasium.registry)
+
+
+class GymnasiumEnv(BatchedEnv):
+    """Several copies of a Gymnasium environment behind one environment.
+
+    Observations are flat and float32; those of a ``Dict`` space follow each other in the order of
+    its keys. Actions of a ``Box`` space are flat, too, and clipped to their bounds here and nowhere
+    else, so that the action in the data stays the one that the policy drew. Ends are terminated or
+    truncated as Gymnasium says. Every copy starts its next episode on its own, and every transition
+    is a real one.
+
+    The generators of the copies are part of ``state_dict``. For Gymnasium's own MuJoCo and classic
+    control environments the state of the simulators is, too: an environment that loads it goes on
+    exactly as the one that saved it would have. Others go on exactly only from an episode's
+    beginning: :attr:`exact_state` tells, and they must be reset after loading. (A
+    :class:`~torchrl.envs.TransformedEnv` saves its transforms only; its ``base_env`` has the rest.)
+
+    Args:
+        name (str): for example ``"HalfCheetah-v5"``.
+
+    Keyword Args:
+        num_envs (int, optional): number of copies. The batch size is ``[num_envs]``, or ``[]`` if
+            it is ``None`` (default).
+        frame_skip (int): environment steps that each action is repeated for, on top of those that
+            the environment takes itself. Defaults to ``1``.
+        seed (int, optional): seed of the first copy; the others follow from it. Each is used in a
+            copy's first reset. Without it every environment is different.
+        device (torch.device, optional): device of the data.
+        categorical_actions (bool): represent discrete actions by their numbers and not one-hot.
+            Defaults to ``False``.
+        **make_kwargs: go to :func:`gymnasium.make`, for example ``max_episode_steps``.
+
+    Examples:
+        >>> env = GymnasiumEnv("Pendulum-v1", num_envs=2, seed=0, max_episode_steps=3)
+        >>> rollout = env.rollout(3)
+        >>> rollout["observation"].shape
+        torch.Size([2, 3, 3])
+        >>> rollout["next", "truncated"][:, -1].all()
+        tensor(True)
+        >>> GymnasiumEnv("CartPole-v1").action_spec
+        OneHot(
+            shape=torch.Size([2]),
+            ...
+    """
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        num_envs: int | None = None,
+        frame_skip: int = 1,
+        seed: int | None = None,
+        device: torch.device | str | None = None,
+        categorical_actions: bool = False,
+        **make_kwargs: Any,
+    ) -> None:
+        seeds = copy_seeds(seed, num_envs)
+        envs = [_make(name, make_kwargs) for _ in seeds]
+        actions = _make_actions(envs[0].action_space, categorical_actions)
+        shapes = [box.shape for box in _boxes(envs[0].observation_space)]
+        simulators = [_GymnasiumCopy(env, seed) for env, seed in zip(envs, seeds, strict=True)]
+        super().__init__(
+            simulators,
+            actions,
+            observation_shapes=shapes,
+            num_envs=num_envs,
+            frame_skip=frame_skip,
+            device=device,
+        )
+        self.name = name
+
+
+# Spaces ------------------------------------------------------------------------------------------
+
+
+def _boxes(space: spaces.Space[Any]) -> Iterator[spaces.Box]:
+    """The boxes that an observation consists of, in order."""
+    if isinstance(space, spaces.Box):
+        yield space
+    elif isinstance(space, spaces.Dict):
+        for part in space.values():
+            yield from _boxes(part)
+    else:
+        raise ValueError(f"observations must be in a Box or in a Dict of Boxes, got {space}.")
+
+
+def _parts(space: spaces.Space[Any], observation: Any) -> Iterator[NDArray[Any]]:
+    """The values of an observation, in the order of :func:`_boxes`."""
+    if isinstance(space, spaces.Dict):
+        for key, part in space.items():
+            yield from _parts(part, observation[key])
+    else:
+        yield observation
+
+
+def _make_actions(space: spaces.Space[Any], categorical: bool) -> Actions:
+    if isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating):
+        if categorical:
+            raise ValueError(f"categorical_actions needs discrete actions, got {space}.")
+        return BoxActions(space.low, space.high)
+    if isinstance(space, spaces.Discrete):
+        return _DiscreteActions(space, categorical)
+    raise ValueError(f"actions must be in a Box of floats or Discrete, got {space}.")
+
+
+class _DiscreteActions:
+    """Numbered actions, one-hot or as they are."""
+
+    def __init__(self, space: spaces.Discrete, categorical: bool) -> None:
+        self.count, self.start, self.categorical = int(space.n), int(space.start), categorical
+
+    def spec(self) -> TensorSpec:
+        return Categorical(self.count) if self.categorical else OneHot(self.count)
+
+    def read(self, actions: NDArray[Any]) -> NDArray[Any]:
+        if not self.categorical:
+            actions = actions.argmax(-1)
+        return actions.reshape(-1) + self.start
+
+
+# Simulators --------------------------------------------------------------------------------------
+
+
+def _make(name: str, kwargs: dict[str, Any]) -> gymnasium.Env[Any, Any]:
+    try:
+        return gymnasium.make(name, **{"disable_env_checker": True, **kwargs})
+    except gymnasium.error.Error as error:
+        unknown = (gymnasium.error.UnregisteredEnv, gymnasium.error.DeprecatedEnv)
+        if isinstance(error, unknown) or "Malformed environment ID" in str(error):
+            raise unknown_name("Gymnasium environment", name, gymnasium_names()) from error
+        raise
+
+
+class _GymnasiumCopy:
+    """A Gymnasium environment as a ``Simulator``."""
+
+    def __init__(self, env: gymnasium.Env[Any, Any], seed: int) -> None:
+        self.env = env
+        self.first_seed: int | None = seed
+        self.wrappers: list[gymnasium.Wrapper[Any, Any, Any, Any]] = []
+        while isinstance(env, gymnasium.Wrapper):
+            self.wrappers.append(env)
+            env = env.env
+        self.is_flat = isinstance(self.env.observation_space, spaces.Box)
+        self.has_physics = isinstance(getattr(env, "model", None), mujoco.MjModel)
+        # Classes of others may have state that is not known here.
+        self.exact_state = (
+            all(type(wrapper) in _WRAPPER_STATE for wrapper in self.wrappers)
+            and type(env).__module__.startswith("gymnasium.envs.")
+            and (self.has_physics or isinstance(env, _CLASSIC_CONTROL))
+        )
+
+    def _observation(self, observation: Any) -> Observation:
+        return (observation,) if self.is_flat else _parts(self.env.observation_space, observation)
+
+    def reset(self) -> Observation:
+        observation, _ = self.env.reset(seed=self.first_seed)
+        self.first_seed = None  # the generator runs on
+        return self._observation(observation)
+
+    def step(self, action: Any) -> tuple[Observation, float, bool, bool]:
+        observation, reward, terminated, truncated, _ = self.env.step(action)
+        return self._observation(observation), float(reward), terminated, truncated
+
+    def seed(self, seed: int) -> None:
+        self.first_seed = seed
+
+    def get_state(self) -> dict[str, Any]:
+        env: Any = self.env.unwrapped
+        state: dict[str, Any] = {
+            "first_seed": self.first_seed,
+            "random": copy.deepcopy(env.np_random.bit_generator.state),
+        }
+        if self.exact_state:
+            state["wrappers"] = [getattr(x, _WRAPPER_STATE[type(x)]) for x in self.wrappers]
+            if self.has_physics:
+                state["physics"] = get_physics_state(env.model, env.data)
+            else:
+                names = [name for name in _CLASSIC_CONTROL_STATE if hasattr(env, name)]
+                state["attributes"] = {name: _to_plain(getattr(env, name)) for name in names}
+        return state
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        env: Any = self.env.unwrapped
+        self.first_seed = state["first_seed"]
+        env.np_random.bit_generator.state = state["random"]
+        if self.exact_state:
+            for wrapper, value in zip(self.wrappers, state["wrappers"], strict=True):
+                setattr(wrapper, _WRAPPER_STATE[type(wrapper)], value)
+            if self.has_physics:
+                set_physics_state(env.model, env.data, state["physics"])
+            else:
+                for name, value in state["attributes"].items():
+                    setattr(env, name, _from_plain(value))
+
+    def close(self) -> None:
+        self.env.close()
+
+
+def _to_plain(value: Any) -> Any:
+    """Arrays as tensors, which checkpoints may hold."""
+    if isinstance(value, tuple):
+        return tuple(_to_plain(item) for item in value)
+    if isinstance(value, (np.ndarray, np.generic)):
+        return torch.from_numpy(np.array(value))
+    return value
+
+
+def _from_plain(value: Any) -> Any:
+    if isinstance(value, tuple):
+        return tuple(_from_plain(item) for item in value)
+    if isinstance(value, torch.Tensor):
+        return value.numpy()[()].copy()
+    return value

@@ -1,0 +1,166 @@
+"""Environments by name."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import torch
+from torchrl.envs import (
+    Compose,
+    EnvBase,
+    InitTracker,
+    ParallelEnv,
+    RewardSum,
+    StepCounter,
+    Transform,
+    TransformedEnv,
+)
+
+from minerva_torchrl.envs._names import unknown_name
+from minerva_torchrl.envs.batched import BatchedEnv, copy_seeds
+from minerva_torchrl.envs.gym import GymnasiumEnv, gymnasium_names
+from minerva_torchrl.envs.suite import SuiteEnv, suite_names
+from minerva_torchrl.envs.transforms import RunningObservationNorm
+from minerva_torchrl.objectives._checks import check_count
+
+__all__ = ["list_envs", "make_env"]
+
+_GYM = "gym:"
+
+
+def list_envs() -> list[str]:
+    """All names that :func:`make_env` knows: DM Control, then what Gymnasium has registered.
+
+    Some Gymnasium environments need further packages, or have spaces that :class:`GymnasiumEnv`
+    refuses. The list does not tell.
+
+    Examples:
+        >>> names = list_envs()
+        >>> "cheetah-run" in names, "gym:HalfCheetah-v5" in names
+        (True, True)
+    """
+    return suite_names() + [_GYM + name for name in gymnasium_names()]
+
+
+def make_env(
+    name: str,
+    *,
+    num_envs: int | None = None,
+    num_workers: int = 0,
+    seed: int | None = None,
+    frame_skip: int = 1,
+    max_episode_steps: int | None = None,
+    observation_norm: bool | RunningObservationNorm = False,
+    device: torch.device | str | None = None,
+    **kwargs: Any,
+) -> TransformedEnv:
+    """An environment that is ready for a collector.
+
+    The data has ``observation`` (flat, float32), ``action``, ``reward``, ``done``, ``terminated``
+    and ``truncated``, and besides them ``is_init``, ``step_count`` (steps of the episode so far)
+    and ``episode_reward`` (sum of its rewards so far).
+
+    ``env.state_dict()`` has the state of the transforms, which is that of ``observation_norm``.
+    ``env.base_env.state_dict()`` has the state of the simulators.
+
+    Args:
+        name (str): ``"domain-task"`` for a DM Control task, for example ``"ball_in_cup-catch"``, or
+            ``"gym:"`` and the name of a Gymnasium environment, for example
+            ``"gym:HalfCheetah-v5"``. :func:`list_envs` lists all.
+
+    Keyword Args:
+        num_envs (int, optional): number of copies. The batch size is ``[num_envs]``, or ``[]`` if
+            it is ``None`` (default).
+        num_workers (int): number of processes to spread the copies over. With more than one the
+            batch size is ``[num_workers, num_envs // num_workers]``, and ``[num_workers]`` if each
+            process has one copy only (``num_envs`` equal to it or ``None``). Processes pay off for
+            slow simulators; fast ones are faster with several copies in each worker of a
+            :class:`~torchrl.collectors.MultiSyncCollector`. Defaults to ``0``: this process only.
+        seed (int, optional): seed of the first copy; the others follow from it. Without it every
+            environment is different.
+        frame_skip (int): steps that each action is repeated for. Defaults to ``1``.
+        max_episode_steps (int, optional): steps, each of them ``frame_skip`` frames, after which an
+            episode is truncated if it has not ended before. Defaults to the task's own limit only.
+        observation_norm (bool or RunningObservationNorm): normalise observations with running
+            statistics, or with a given transform. For evaluation that is the ``frozen_view()`` of
+            the one in training. Defaults to ``False``.
+        device (torch.device, optional): device of the data.
+        **kwargs: go to :class:`GymnasiumEnv`.
+
+    Examples:
+        >>> env = make_env("cartpole-swingup", num_envs=4, seed=0, max_episode_steps=100)
+        >>> rollout = env.rollout(200)
+        >>> rollout["next", "step_count"][:, -1].flatten()
+        tensor([100, 100, 100, 100])
+        >>> make_env("cheeta-run")
+        Traceback (most recent call last):
+        ...
+        ValueError: there is no environment 'cheeta-run'. Did you mean 'cheetah-run' or ...
+    """
+    check_count("max_episode_steps", max_episode_steps, optional=True)
+    if num_workers != 0:
+        check_count("num_workers", num_workers)
+    if not isinstance(observation_norm, (bool, RunningObservationNorm)):
+        raise TypeError(
+            "observation_norm must be a bool or a RunningObservationNorm, "
+            f"got {type(observation_norm).__name__}."
+        )
+    transforms: list[Transform] = [
+        InitTracker(),
+        StepCounter(max_steps=max_episode_steps),
+        RewardSum(in_keys=["reward"], out_keys=["episode_reward"]),
+    ]
+    if isinstance(observation_norm, RunningObservationNorm):
+        transforms.append(observation_norm)
+    elif observation_norm:
+        transforms.append(RunningObservationNorm())
+    make_copies = partial(_make_base_env, name, frame_skip=frame_skip, **kwargs)
+    env: EnvBase
+    if num_workers > 1:
+        env = _in_processes(make_copies, num_envs, num_workers, seed, device)
+    else:
+        env = make_copies(num_envs=num_envs, seed=seed, device=device)
+    return TransformedEnv(env, Compose(*transforms))
+
+
+def _make_base_env(name: str, **kwargs: Any) -> BatchedEnv:
+    if name.startswith(_GYM):
+        return GymnasiumEnv(name.removeprefix(_GYM), **kwargs)
+    if name not in suite_names():
+        raise unknown_name("environment", name, list_envs())
+    domain, _, task = name.partition("-")
+    return SuiteEnv(domain, task, **kwargs)
+
+
+class _Workers(ParallelEnv):
+    def load_state_dict(self, state_dict: dict[str, Any], **kwargs: Any) -> None:
+        super().load_state_dict(state_dict, **kwargs)
+        # TorchRL 0.14.1 leaves these set, and the next step would not wait for the workers
+        # (https://github.com/pytorch/rl/pull/4341).
+        for worker in range(self.num_workers):
+            self._shm_done_flags[worker] = 0
+
+
+def _in_processes(
+    make_copies: partial[BatchedEnv],
+    num_envs: int | None,
+    num_workers: int,
+    seed: int | None,
+    device: torch.device | str | None,
+) -> EnvBase:
+    check_count("num_envs", num_envs, optional=True)
+    total = num_workers if num_envs is None else num_envs
+    if total % num_workers:
+        raise ValueError(
+            f"num_envs must be a multiple of num_workers, got {num_envs} and {num_workers}."
+        )
+    per_worker = total // num_workers
+    seeds = copy_seeds(seed, total)
+    kwargs = {"num_envs": per_worker if per_worker > 1 else None}
+    return _Workers(
+        num_workers,
+        make_copies,
+        create_env_kwargs=[{**kwargs, "seed": first} for first in seeds[::per_worker]],
+        device=device,
+    )

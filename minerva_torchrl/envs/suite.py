@@ -1,0 +1,164 @@
+"""The DM Control suite as one batched TorchRL environment."""
+
+from __future__ import annotations
+
+import logging
+import warnings
+from typing import Any
+
+import mujoco
+import numpy as np
+import torch
+from absl import logging as absl_logging
+
+from minerva_torchrl.envs._mujoco import get_physics_state, set_physics_state
+from minerva_torchrl.envs._names import unknown_name
+from minerva_torchrl.envs.batched import BatchedEnv, BoxActions, Observation, copy_seeds
+
+with warnings.catch_warnings():
+    # GLFW complains where there is no display, which only matters for rendering.
+    warnings.filterwarnings("ignore", module="glfw")
+    from dm_control import suite
+
+__all__ = ["SuiteEnv", "suite_names"]
+
+
+def _is_not_about_total_mass(record: logging.LogRecord) -> bool:
+    return "'settotalmass' is deprecated" not in record.getMessage()
+
+
+# The suite's own models cause this warning each time they are loaded.
+absl_logging.get_absl_logger().addFilter(_is_not_about_total_mass)
+
+
+def suite_names() -> list[str]:
+    """All tasks as ``"domain-task"``."""
+    return [f"{domain}-{task}" for domain, task in suite.ALL_TASKS]
+
+
+class SuiteEnv(BatchedEnv):
+    """Several copies of a DM Control task behind one environment.
+
+    Observations are flat and float32, in the order in which the task lists them. Actions are
+    clipped to their bounds here and nowhere else, so that the action in the data stays the one that
+    the policy drew. Episodes that end by the time limit are truncated, those that the task ends
+    itself are terminated. Every copy starts its next episode on its own.
+
+    The whole simulator state, the tasks' random generators included, is part of ``state_dict``:
+    an environment that loads it goes on exactly as the one that saved it would have. (A
+    :class:`~torchrl.envs.TransformedEnv` saves its transforms only; its ``base_env`` has the rest.)
+
+    Args:
+        domain (str): for example ``"cheetah"``.
+        task (str): for example ``"run"``.
+
+    Keyword Args:
+        num_envs (int, optional): number of copies. The batch size is ``[num_envs]``, or ``[]`` if
+            it is ``None`` (default).
+        frame_skip (int): simulator steps that each action is repeated for. Defaults to ``1``.
+        seed (int, optional): seed of the first copy; the others follow from it. Without it every
+            environment is different.
+        device (torch.device, optional): device of the data.
+
+    Examples:
+        >>> env = SuiteEnv("cartpole", "balance", num_envs=2, seed=0)
+        >>> rollout = env.rollout(3)
+        >>> rollout["observation"].shape
+        torch.Size([2, 3, 5])
+        >>> other = SuiteEnv("cartpole", "balance", num_envs=2)
+        >>> _ = other.load_state_dict(env.state_dict())
+        >>> torch.equal(other.reset()["observation"], env.reset()["observation"])
+        True
+    """
+
+    def __init__(
+        self,
+        domain: str,
+        task: str,
+        *,
+        num_envs: int | None = None,
+        frame_skip: int = 1,
+        seed: int | None = None,
+        device: torch.device | str | None = None,
+    ) -> None:
+        if (domain, task) not in suite.ALL_TASKS:
+            raise unknown_name("DM Control task", f"{domain}-{task}", suite_names())
+        simulators = [_SuiteTask(domain, task, seed) for seed in copy_seeds(seed, num_envs)]
+        super().__init__(
+            simulators,
+            _make_actions(simulators[0].env),
+            observation_shapes=simulators[0].observation_shapes,
+            num_envs=num_envs,
+            frame_skip=frame_skip,
+            device=device,
+        )
+        self.domain, self.task = domain, task
+
+
+def _make_actions(env: Any) -> BoxActions:
+    spec = env.action_spec()
+    low, high = spec.minimum.copy(), spec.maximum.copy()
+    # What MuJoCo writes for actuators without limits.
+    low[low <= -mujoco.mjMAXVAL], high[high >= mujoco.mjMAXVAL] = -np.inf, np.inf
+    return BoxActions(low, high)
+
+
+class _SuiteTask:
+    """A task of the suite as a ``Simulator``."""
+
+    exact_state = True
+
+    def __init__(self, domain: str, task: str, seed: int) -> None:
+        self.domain, self.task = domain, task
+        self._load(seed)
+
+    def _load(self, seed: int) -> None:
+        self.env = suite.load(self.domain, self.task, task_kwargs={"random": seed})
+        # Some tasks have attributes only once an episode has begun. Its draws do not count.
+        random = self.env.task.random.get_state()
+        try:
+            observation = self.env.reset().observation
+        except (mujoco.FatalError, RuntimeError) as error:
+            raise RuntimeError(
+                f"{self.domain}-{self.task} does not start ({error}). If it cannot do without "
+                "OpenGL, set the environment variable MUJOCO_GL to 'egl' or 'osmesa'."
+            ) from error
+        self.env.task.random.set_state(random)
+        self.observation_shapes = [np.shape(part) for part in observation.values()]
+
+    def reset(self) -> Observation:
+        return self.env.reset().observation.values()
+
+    def step(self, action: Any) -> tuple[Observation, float, bool, bool]:
+        step = self.env.step(action)
+        terminated = step.last() and step.discount == 0.0
+        truncated = step.last() and not terminated
+        return step.observation.values(), step.reward, terminated, truncated
+
+    def seed(self, seed: int) -> None:
+        if self.domain == "lqr":  # draws its model, too
+            self._load(seed)
+        else:
+            self.env.task.random.seed(seed)
+
+    def get_state(self) -> dict[str, Any]:
+        physics = self.env.physics
+        name, keys, position, has_gauss, gauss = self.env.task.random.get_state()
+        return {
+            "physics": get_physics_state(physics.model.ptr, physics.data.ptr),
+            "random": (name, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, gauss),
+            "step_count": self.env._step_count,
+            "reset_next_step": self.env._reset_next_step,
+        }
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        physics = self.env.physics
+        set_physics_state(physics.model.ptr, physics.data.ptr, state["physics"])
+        name, keys, position, has_gauss, gauss = state["random"]
+        keys = keys.numpy().astype(np.uint32)
+        self.env.task.random.set_state((name, keys, position, has_gauss, gauss))
+        self.env._step_count = state["step_count"]
+        self.env._reset_next_step = state["reset_next_step"]
+
+    def close(self) -> None:
+        self.env.close()
