@@ -309,6 +309,27 @@ def test_state_between_an_end_and_the_reset() -> None:
     assert torch.equal(other.reset()["observation"], env.reset()["observation"])
 
 
+def test_state_goes_into_an_environment_that_has_ended() -> None:
+    env, other = (make("reacher-easy", limit, seed=0) for limit in (8, 2))
+    other.rollout(2)
+    first = env.reset()
+    other.load_state_dict(save_and_load(env.state_dict()))
+    copies(other)[0]._step_limit = 8
+    actions = random_actions(env, 5)
+    assert_same(play(other, actions, first), play(env, actions, first))
+
+
+def test_state_has_the_observations() -> None:
+    env, other = (make("reacher-easy", (2, 5), num_envs=2, seed=seed) for seed in (0, 1))
+    first = env.rollout(2)[:, -1]["next"].exclude("reward")
+    other.load_state_dict(save_and_load(env.state_dict()))
+    # The first copy waits for the second one.
+    step = first.clone().set("action", torch.zeros(2, 2)).set("_step", torch.tensor([False, True]))
+    data = other.step(step)["next"]
+    assert torch.equal(data["observation"][0], first["observation"][0])
+    assert data["done"].flatten().tolist() == [True, False]
+
+
 def test_saving_changes_nothing() -> None:
     env, other = (make("reacher-easy", num_envs=2, seed=0) for _ in range(2))
     actions = random_actions(env, 6)
