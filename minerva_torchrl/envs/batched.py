@@ -246,8 +246,8 @@ class BatchedEnv(EnvBase):
             "flags": torch.from_numpy(self._flags.copy()),
             "simulators": [simulator.get_state() for simulator in self._simulators],
         }
-        # An EnvCreator loads the state of its first environment into all others, which would then
-        # all do the same. Of tensors it keeps only those that are shared.
+        # As one tensor, because an EnvCreator loads everything else in the state of its first
+        # environment into all that follow, and they would do the same as each other.
         file = io.BytesIO()
         torch.save(state, file)
         return torch.frombuffer(bytearray(file.getvalue()), dtype=torch.uint8)
@@ -279,4 +279,5 @@ class BatchedEnv(EnvBase):
 def _split(row: NDArray[Any], shapes: Sequence[tuple[int, ...]]) -> list[NDArray[Any]]:
     """Views of the parts that a row consists of."""
     ends = np.cumsum([math.prod(shape) for shape in shapes])
-    return [part.reshape(shape) for part, shape in zip(np.split(row, ends), shapes)]  # noqa: B905
+    parts = np.split(row, ends[:-1])
+    return [part.reshape(shape) for part, shape in zip(parts, shapes, strict=True)]

@@ -16,6 +16,7 @@ from torchrl.envs import (
     Transform,
     TransformedEnv,
 )
+from torchrl.envs.batched_envs import _dispatch_caller_parallel
 
 from minerva_torchrl.envs._names import unknown_name
 from minerva_torchrl.envs.batched import BatchedEnv, copy_seeds
@@ -134,6 +135,13 @@ def _make_base_env(name: str, **kwargs: Any) -> BatchedEnv:
 
 
 class _Workers(ParallelEnv):
+    @property
+    def exact_state(self) -> bool:
+        """As in :class:`BatchedEnv`; what ParallelEnv returns by itself is always true."""
+        if self.is_closed:
+            self.start()
+        return all(_dispatch_caller_parallel("exact_state", self))
+
     def load_state_dict(self, state_dict: dict[str, Any], **kwargs: Any) -> None:
         super().load_state_dict(state_dict, **kwargs)
         # TorchRL 0.14.1 leaves these set, and the next step would not wait for the workers

@@ -164,6 +164,11 @@ class AdvantageLoss(DualLossModule):
         critic_input = tensordict.select(*self.critic_network.in_keys)
         with self.critic_network_params.to_module(self.critic_network, preserve_module_state=False):
             value = self.critic_network(critic_input).get(keys.value)
+        if value.shape != target.shape:
+            raise ValueError(
+                f"critic_network must write {keys.value!r} of shape {tuple(target.shape)} for a "
+                f"batch of shape {tuple(tensordict.shape)}, got {tuple(value.shape)}."
+            )
         mask = self._valid_mask(tensordict)
         metrics = _value_metrics(value.detach().squeeze(-1), target.squeeze(-1), mask)
         if mask is not None:  # left out before the loss: the gradient of a NaN is never zero

@@ -19,7 +19,41 @@ from minerva_torchrl.objectives.vmpo import VMPOLoss
 __all__ = ["MPOOptimizationStepper", "VMPOOptimizationStepper"]
 
 
-class MPOOptimizationStepper(OptimizationStepper):
+class _PhasedStepper(OptimizationStepper):
+    """A stepper that takes the phases of a loss one by one, with several optimisers."""
+
+    _optimizer_names: tuple[str, ...]
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of the optimisers."""
+        return {name: optimizer.state_dict() for name, optimizer in self._optimizers()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned."""
+        for name, optimizer in self._optimizers():
+            optimizer.load_state_dict(state_dict[name])
+
+    def _optimizers(self) -> Iterator[tuple[str, Optimizer]]:
+        for name in self._optimizer_names:
+            optimizer = getattr(self, name)
+            if optimizer is not None:
+                yield name, optimizer
+
+    def _refuse_distributed(self, trainer: Any) -> None:
+        if getattr(trainer, "_ddp_loss", None) is not None:
+            raise NotImplementedError(
+                f"{type(self).__name__} evaluates the phases of the loss one by one, which a "
+                "distributed learner backend cannot synchronise. Use the local backend."
+            )
+
+    def _refuse_unreduced(self, loss: LossModule) -> None:
+        if loss.reduction == "none":
+            raise ValueError(
+                f"{type(self).__name__} needs a loss with reduction 'mean' or 'sum', got 'none'."
+            )
+
+
+class MPOOptimizationStepper(_PhasedStepper):
     r"""Critic step, dual step and policy steps of MPO, each with its own optimiser and clipping.
 
     The target networks are evaluated once. Everything that follows uses those tensors:
@@ -77,6 +111,7 @@ class MPOOptimizationStepper(OptimizationStepper):
     """
 
     updates_replay_priority = True
+    _optimizer_names = ("optimizer_critic", "optimizer_actor", "optimizer_dual")
 
     def __init__(
         self,
@@ -108,22 +143,9 @@ class MPOOptimizationStepper(OptimizationStepper):
         self.clip_actor = clip_actor
         self.clip_dual = clip_dual
 
-    def state_dict(self) -> dict[str, Any]:
-        """State of the three optimisers."""
-        return {name: optimizer.state_dict() for name, optimizer in self._optimizers()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned."""
-        for name, optimizer in self._optimizers():
-            optimizer.load_state_dict(state_dict[name])
-
-    def _optimizers(self) -> Iterator[tuple[str, Optimizer]]:
-        for name in ("optimizer_critic", "optimizer_actor", "optimizer_dual"):
-            yield name, getattr(self, name)
-
     def step(self, trainer: Any, sub_batch: TensorDictBase) -> TensorDict:
         """One update inside a TorchRL ``Trainer``, with the priorities of its replay buffer."""
-        _refuse_distributed(trainer, self)
+        self._refuse_distributed(trainer)
         metrics = self.update(trainer.loss_module, sub_batch)
         replay_buffer: Any = getattr(trainer, "replay_buffer", None)
         if hasattr(replay_buffer, "update_tensordict_priority"):
@@ -141,7 +163,7 @@ class MPOOptimizationStepper(OptimizationStepper):
             The detached losses and metrics, 0-d: those of the last policy step, with the duals as
             they are after the update.
         """
-        _refuse_unreduced(loss, self)
+        self._refuse_unreduced(loss)
         e_step = loss.e_step(tensordict)
         loss_qvalue, metrics_qvalue = loss.qvalue_loss(tensordict, e_step)
         _descend(loss_qvalue, self.optimizer_critic, self.clip_critic)
@@ -170,7 +192,7 @@ class MPOOptimizationStepper(OptimizationStepper):
         loss.project_duals_()
 
 
-class VMPOOptimizationStepper(OptimizationStepper):
+class VMPOOptimizationStepper(_PhasedStepper):
     r"""Temperature step, then multiplier and policy steps of V-MPO on one E-step.
 
     1. one step of the temperature (if it is learned; a solved one is set by the E-step itself);
@@ -223,6 +245,8 @@ class VMPOOptimizationStepper(OptimizationStepper):
         1.0
     """
 
+    _optimizer_names = ("optimizer", "optimizer_alpha", "optimizer_temperature")
+
     def __init__(
         self,
         optimizer: Optimizer,
@@ -244,21 +268,6 @@ class VMPOOptimizationStepper(OptimizationStepper):
         self.lr_scaling = lr_scaling
         self.clip = clip
 
-    def state_dict(self) -> dict[str, Any]:
-        """State of the optimisers."""
-        return {name: optimizer.state_dict() for name, optimizer in self._optimizers()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned."""
-        for name, optimizer in self._optimizers():
-            optimizer.load_state_dict(state_dict[name])
-
-    def _optimizers(self) -> Iterator[tuple[str, Optimizer]]:
-        for name in ("optimizer", "optimizer_alpha", "optimizer_temperature"):
-            optimizer = getattr(self, name)
-            if optimizer is not None:
-                yield name, optimizer
-
     @property
     def lr_scale(self) -> float:
         """Factor on the learning rates that ``lr_scaling`` stands for."""
@@ -267,7 +276,7 @@ class VMPOOptimizationStepper(OptimizationStepper):
 
     def step(self, trainer: Any, sub_batch: TensorDictBase) -> TensorDict:
         """One update inside a TorchRL ``Trainer``."""
-        _refuse_distributed(trainer, self)
+        self._refuse_distributed(trainer)
         return self.update(trainer.loss_module, sub_batch)
 
     def update(self, loss: VMPOLoss, tensordict: TensorDictBase) -> TensorDict:
@@ -281,7 +290,7 @@ class VMPOOptimizationStepper(OptimizationStepper):
             The detached losses and metrics, 0-d: those of the last policy step, with the duals as
             they are after the update.
         """
-        _refuse_unreduced(loss, self)
+        self._refuse_unreduced(loss)
         learned = loss.temperature_update == "gradient"
         if learned != (self.optimizer_temperature is not None):
             raise ValueError(
@@ -327,18 +336,3 @@ def _descend(
     optimizer.step()
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
-
-
-def _refuse_distributed(trainer: Any, stepper: OptimizationStepper) -> None:
-    if getattr(trainer, "_ddp_loss", None) is not None:
-        raise NotImplementedError(
-            f"{type(stepper).__name__} evaluates the phases of the loss one by one, which a "
-            "distributed learner backend cannot synchronise. Use the local backend."
-        )
-
-
-def _refuse_unreduced(loss: LossModule, stepper: OptimizationStepper) -> None:
-    if loss.reduction == "none":
-        raise ValueError(
-            f"{type(stepper).__name__} needs a loss with reduction 'mean' or 'sum', got 'none'."
-        )

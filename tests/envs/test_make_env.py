@@ -6,7 +6,6 @@ from functools import partial
 import gymnasium
 import pytest
 import torch
-from dm_control import suite
 from tensordict import TensorDict
 from torchrl.collectors import Collector, MultiSyncCollector
 from torchrl.envs import ParallelEnv, TransformedEnv, check_env_specs
@@ -18,6 +17,7 @@ from minerva_torchrl.envs import (
     list_envs,
     make_env,
 )
+from minerva_torchrl.envs.suite import suite
 from tests.envs.play import assert_same, play, random_actions
 from tests.envs.scripted import collect, save_and_load
 
@@ -185,6 +185,7 @@ def test_state_of_workers(workers: tuple[TransformedEnv, TensorDict]) -> None:
     env, _ = workers
     first = collect(env, 4)[..., -1]["next"].exclude("reward")
     state = save_and_load(env.base_env.state_dict())
+    assert env.exact_state is True
     actions = random_actions(env, 5)
     data = play(env, actions, first)
     for _ in range(5):

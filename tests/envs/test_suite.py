@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 import torch
 from absl import logging as absl_logging
-from dm_control import suite
 from tensordict import TensorDict
 from torchrl.collectors import Collector
 from torchrl.data import Unbounded
 from torchrl.envs import EnvCreator, SerialEnv, TransformedEnv, check_env_specs
 
 from minerva_torchrl.envs import SuiteEnv
+from minerva_torchrl.envs.suite import suite
 from tests.envs.play import (
     assert_goes_on_exactly,
     assert_same,
@@ -290,7 +290,12 @@ def test_state_goes_on_exactly(name: str) -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(set(map("-".join, suite.ALL_TASKS)) - set(RANDOM_MODELS)))
 def test_state_of_all_others_goes_on_exactly(name: str) -> None:
-    test_state_goes_on_exactly(name)
+    try:
+        test_state_goes_on_exactly(name)
+    except RuntimeError as error:
+        if name != "quadruped-escape" or "MUJOCO_GL" not in str(error):
+            raise
+        pytest.skip("needs OpenGL")
 
 
 @pytest.mark.parametrize("steps_before", [0, 1, 4, 5, 6])

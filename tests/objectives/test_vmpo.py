@@ -558,6 +558,13 @@ class TestVMPORefuses:
             make_loss()(data)
         assert make_loss()(with_advantage(data)).isfinite().all()
 
+    def test_critic_output_shape(self) -> None:
+        critic = TensorDictModule(nn.Linear(OBSERVATION_DIM, 2), ["observation"], ["state_value"])
+        loss = VMPOLoss(make_actor("normal"), critic)
+        message = r"critic_network must write 'state_value' of shape \(4, 5, 1\).*got \(4, 5, 2\)"
+        with pytest.raises(ValueError, match=message):
+            loss(with_advantage(make_rollout()))
+
     @pytest.mark.parametrize("key", ["advantage", "value_target"])
     def test_flat_advantage_raises(self, key: str) -> None:
         data = with_advantage(make_rollout())

@@ -246,6 +246,18 @@ class TestVMPOEStep:
         assert output["selected_fraction"] == 0
         assert {key: value.item() for key, value in output.items() if not value.isfinite()} == {}
 
+    @pytest.mark.parametrize("temperature_update", ["solve", "gradient"])
+    def test_no_importance_at_all(self, temperature_update: Any) -> None:
+        """Weights of zero select nothing: finite losses, and the temperature stays."""
+        data = with_advantage(make_rollout())
+        data["importance_weight"] = torch.zeros(4, 5)
+        loss = make_loss(temperature_update=temperature_update)
+        before = loss.temperature().item()
+        output = loss(data)
+        assert (loss.e_step(data).weights == 0).all()
+        assert {key: value.item() for key, value in output.items() if not value.isfinite()} == {}
+        assert loss.temperature().item() == pytest.approx(before)
+
     def test_importance(self) -> None:
         """Twice the importance is twice the weight; the scale of all of them is of no effect."""
         loss = make_loss(temperature_update="gradient", top_k_fraction=1.0)
