@@ -14,10 +14,12 @@ from torchrl.envs import (
     Compose,
     DMControlEnv,
     DoubleToFloat,
+    ExplorationType,
     InitTracker,
     MultiStepTransform,
     RewardSum,
     TransformedEnv,
+    set_exploration_type,
 )
 from torchrl.modules import MLP, IndependentNormal, ProbabilisticActor, ValueOperator
 from torchrl.objectives import HardUpdate
@@ -69,4 +71,8 @@ for iteration, data in enumerate(collector, start=1):
     finished = data["next", "episode_reward"][data["next", "done"]]
     if len(finished):
         print(f"{200 * iteration:6d} frames, return {finished.mean().item():6.1f}")
+
+with torch.no_grad(), set_exploration_type(ExplorationType.DETERMINISTIC):
+    rollout = env.rollout(1_000, actor)
+print(f"without exploration: return {rollout['next', 'reward'].sum().item():.1f}")
 collector.shutdown()

@@ -170,6 +170,12 @@ def make_ppo_loss(
         separate_losses=separate_losses,
         reduction=reduction,
     )
+    if loss.clip_value is not None:
+        # TorchRL branches on this buffer, which makes every call wait for the device and breaks the
+        # graph of a compiled loss. As a number it does neither.
+        radius = clip_epsilon if clip_value is True else float(clip_value)
+        del loss.clip_value
+        loss.clip_value = radius
     if truncation_is_terminal:
         loss.set_keys(terminated=loss.tensor_keys.done)
     # As tensors of the critic's precision: TorchRL would round the numbers to single precision.
