@@ -10,6 +10,7 @@ time to time.
 from __future__ import annotations
 
 import argparse
+import logging
 import time
 
 import torch
@@ -67,6 +68,7 @@ def evaluate(env: EnvBase, actor: TensorDictModule, episodes: int = 2) -> float:
 
 def main() -> None:
     args = parse_args()
+    logging.getLogger("torchrl").setLevel(logging.WARNING)  # its notes would tear the progress bar
     torch.manual_seed(args.seed)
     torch.set_num_threads(1)  # small networks: threads cost more than they bring
     env, eval_env = make_env(args.env, seed=args.seed), make_env(args.env, seed=args.seed + 1_000)

@@ -35,24 +35,22 @@ clip = ClipTransform(in_keys_inv=["action"], low=-1.0, high=1.0)  # the raw acti
 env = TransformedEnv(env, Compose(flatten, DoubleToFloat(), clip, InitTracker(), RewardSum()))
 env.set_seed(0)
 
-policy = nn.Sequential(
-    MLP(5, 2, num_cells=[128, 128], activation_class=nn.ELU),
-    NormalParamExtractor("biased_softplus_0.5"),
-)
+cells = {"num_cells": [256, 256], "activation_class": nn.ELU}
+cells |= {"norm_class": nn.LayerNorm, "norm_kwargs": {"normalized_shape": 256}}
+policy = nn.Sequential(MLP(5, 2, **cells), NormalParamExtractor("biased_softplus_0.5"))
 actor = ProbabilisticActor(
     TensorDictModule(policy, in_keys=["observation"], out_keys=["loc", "scale"]),
     in_keys=["loc", "scale"],
     spec=action_spec,
     distribution_class=IndependentNormal,
 )
-critic = MLP(6, 1, num_cells=[128, 128], activation_class=nn.ELU)
-critic = ValueOperator(critic, in_keys=["observation", "action"])
+critic = ValueOperator(MLP(6, 1, **cells), in_keys=["observation", "action"])
 
 loss = MPOLoss(actor, critic, epsilon_mean=1e-2).make_value_estimator(gamma=0.99)
 updater = HardUpdate(loss, value_network_update_interval=99)  # a copy every 100 updates
 networks = [*loss.actor_network_params.parameters(), *loss.qvalue_network_params.parameters()]
 optimizer = torch.optim.Adam(
-    [{"params": networks, "lr": 5e-4}, {"params": loss.dual_parameters(), "lr": 1e-2}]
+    [{"params": networks, "lr": 3e-4}, {"params": loss.dual_parameters(), "lr": 1e-2}]
 )
 loss.project_duals_after(optimizer)
 
@@ -62,7 +60,7 @@ replay_buffer = TensorDictReplayBuffer(storage=storage, batch_size=128, transfor
 collector = Collector(env, actor, frames_per_batch=200, total_frames=20_000)
 for iteration, data in enumerate(collector, start=1):
     replay_buffer.extend(data)
-    for _ in range(200):
+    for _ in range(100):
         losses = loss(replay_buffer.sample())
         sum(value for key, value in losses.items() if key.startswith("loss_")).backward()
         optimizer.step()
