@@ -20,7 +20,7 @@ from torch import Tensor
 from torch import distributions as D
 from torch.compiler import is_compiling
 from torchrl.data.tensor_specs import TensorSpec
-from torchrl.objectives.utils import ValueEstimators, _vmap_func, dispatch_value_estimator
+from torchrl.objectives.utils import ValueEstimators, _vmap_func
 from torchrl.objectives.value import TD0Estimator
 from typing_extensions import Self
 
@@ -213,18 +213,8 @@ class SampledCriticLoss(DualLossModule):
         Returns:
             The loss.
         """
-        value_type, hyperparams = self._prepare_value_estimator_kwargs(value_type, **hyperparams)
-        if value_type is not None:
-            hyperparams.setdefault("device", self._default_device)
-            dispatch_value_estimator(
-                self,
-                value_type,
-                supported=self.SUPPORTED_VALUE_ESTIMATORS,
-                value_network=None,
-                **hyperparams,
-            )
-        self._forward_value_estimator_keys()
-        return self
+        # The loss samples the value of the next state itself.
+        return self._make_value_estimator(value_type, None, **hyperparams)
 
     def _check_input(self, tensordict: TensorDictBase) -> None:
         self._check_keys(tensordict, self.in_keys)

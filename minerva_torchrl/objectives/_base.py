@@ -7,9 +7,12 @@ from typing import Any, Literal
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
+from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 from torchrl.objectives.common import LossModule
+from torchrl.objectives.utils import dispatch_value_estimator
+from typing_extensions import Self
 
 from minerva_torchrl.objectives._checks import check_choice
 from minerva_torchrl.objectives.duals import DualVariable
@@ -29,6 +32,7 @@ class DualLossModule(LossModule):
 
     _loss_keys: tuple[str, ...]
     _metric_keys: tuple[str, ...]
+    SUPPORTED_VALUE_ESTIMATORS: tuple[Any, ...]
 
     def __init__(
         self,
@@ -122,6 +126,23 @@ class DualLossModule(LossModule):
     @property
     def _returns_metrics(self) -> bool:
         return self.reduction != "none" or self.scalar_output_mode == "non_tensor"
+
+    def _make_value_estimator(
+        self, value_type: Any, value_network: TensorDictModule | None, /, **hyperparams: Any
+    ) -> Self:
+        """Build a supported estimator around ``value_network`` and tell it the loss's keys."""
+        value_type, hyperparams = self._prepare_value_estimator_kwargs(value_type, **hyperparams)
+        if value_type is not None:  # otherwise an estimator or its class was given
+            hyperparams.setdefault("device", self._default_device)
+            dispatch_value_estimator(
+                self,
+                value_type,
+                supported=self.SUPPORTED_VALUE_ESTIMATORS,
+                value_network=value_network,
+                **hyperparams,
+            )
+        self._forward_value_estimator_keys()
+        return self
 
     def _check_keys(self, tensordict: TensorDictBase, keys: Iterable[NestedKey]) -> None:
         missing = [key for key in keys if tensordict.get(key, None) is None]

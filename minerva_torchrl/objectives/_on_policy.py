@@ -19,7 +19,6 @@ from torch import distributions as D
 from torchrl.objectives.utils import (
     ValueEstimators,
     _cache_values,
-    dispatch_value_estimator,
     distance_loss,
 )
 from typing_extensions import Self
@@ -141,18 +140,7 @@ class AdvantageLoss(DualLossModule):
         """
         if isinstance(value_type, str):
             value_type = _ESTIMATOR_ALIASES.get(value_type.lower(), value_type)
-        value_type, hyperparams = self._prepare_value_estimator_kwargs(value_type, **hyperparams)
-        if value_type is not None:
-            hyperparams.setdefault("device", self._default_device)
-            dispatch_value_estimator(
-                self,
-                value_type,
-                supported=self.SUPPORTED_VALUE_ESTIMATORS,
-                value_network=self.critic_network,
-                **hyperparams,
-            )
-        self._forward_value_estimator_keys()
-        return self
+        return self._make_value_estimator(value_type, self.critic_network, **hyperparams)
 
     # Advantages and critic -----------------------------------------------------------------------
 
