@@ -1,5 +1,6 @@
 """Environments and the transforms they need."""
 
+from minerva_torchrl.envs import _opengl  # noqa: F401 (first: it explains why mujoco may fail)
 from minerva_torchrl.envs.gym import GymnasiumEnv
 from minerva_torchrl.envs.make import list_envs, make_env
 from minerva_torchrl.envs.suite import SuiteEnv

@@ -44,6 +44,9 @@ class Simulator(Protocol):
     def set_state(self, state: dict[str, Any]) -> None:
         """Go on where :meth:`get_state` was called."""
 
+    def render(self, height: int, width: int) -> NDArray[np.uint8]:
+        """A picture, which leaves the simulation as it is."""
+
     def close(self) -> None:
         """Free what the simulator holds."""
 
@@ -267,6 +270,44 @@ class BatchedEnv(EnvBase):
             self._done[:] = True  # to be reset
         for simulator, simulator_state in zip(self._simulators, content["simulators"], strict=True):
             simulator.set_state(simulator_state)
+
+    # Pictures ------------------------------------------------------------------------------------
+
+    def render(self, index: int = 0, *, height: int = 240, width: int = 320) -> NDArray[np.uint8]:
+        """A picture of one copy as it is now.
+
+        It changes nothing: the simulation goes on as if there had been none. A copy whose episode
+        has ended still shows its last state, until it is reset.
+
+        Pictures of DM Control and of MuJoCo tasks need OpenGL. Without a screen, the environment
+        variable ``MUJOCO_GL`` must be ``egl`` or ``osmesa`` before this package is imported.
+
+        Args:
+            index (int): number of the copy. Defaults to ``0``.
+
+        Keyword Args:
+            height (int): height of a picture of DM Control. Those of Gymnasium have the size that
+                the environment gives them, whatever is asked for here: MuJoCo tasks are made with
+                ``height`` and ``width``, the others have a size of their own. Defaults to ``240``.
+            width (int): width of a picture of DM Control. Defaults to ``320``.
+
+        Returns:
+            array of uint8, ``[height, width, 3]``: red, green and blue, from the top left.
+
+        Examples:
+            >>> from minerva_torchrl.envs import make_env
+            >>> env = make_env("cheetah-run", num_envs=2, seed=0)
+            >>> rollout = env.rollout(10)
+            >>> env.render(1).shape  # doctest: +SKIP
+            (240, 320, 3)
+        """
+        check_count("height", height)
+        check_count("width", width)
+        count = len(self._simulators)
+        if not 0 <= index < count:
+            raise IndexError(f"index must be between 0 and {count - 1}, got {index}.")
+        # Simulators may give a view, even of memory that they draw the next picture into.
+        return np.array(self._simulators[index].render(height, width), order="C")
 
     def close(self, *, raise_if_closed: bool = True) -> None:
         """Free the simulators."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -18,7 +19,14 @@ from torchrl.data import Categorical, OneHot, TensorSpec
 
 from minerva_torchrl.envs._mujoco import get_physics_state, set_physics_state
 from minerva_torchrl.envs._names import unknown_name
-from minerva_torchrl.envs.batched import Actions, BatchedEnv, BoxActions, Observation, copy_seeds
+from minerva_torchrl.envs._opengl import check_screen, no_opengl
+from minerva_torchrl.envs.batched import (
+    Actions,
+    BatchedEnv,
+    BoxActions,
+    Observation,
+    copy_seeds,
+)
 
 __all__ = ["GymnasiumEnv", "gymnasium_names"]
 
@@ -66,7 +74,8 @@ class GymnasiumEnv(BatchedEnv):
         device (torch.device, optional): device of the data.
         categorical_actions (bool): represent discrete actions by their numbers and not one-hot.
             Defaults to ``False``.
-        **make_kwargs: go to :func:`gymnasium.make`, for example ``max_episode_steps``.
+        **make_kwargs: go to :func:`gymnasium.make`, for example ``max_episode_steps``. ``render``
+            needs ``render_mode="rgb_array"``; MuJoCo tasks also take ``height`` and ``width``.
 
     Examples:
         >>> env = GymnasiumEnv("Pendulum-v1", num_envs=2, seed=0, max_episode_steps=3)
@@ -181,6 +190,7 @@ class _GymnasiumCopy:
             env = env.env
         self.is_flat = isinstance(self.env.observation_space, spaces.Box)
         self.has_physics = isinstance(getattr(env, "model", None), mujoco.MjModel)
+        self.renderer: Any = getattr(env, "mujoco_renderer", None)  # has no viewer at first
         # Classes of others may have state that is not known here.
         self.exact_state = (
             all(type(wrapper) in _WRAPPER_STATE for wrapper in self.wrappers)
@@ -231,7 +241,31 @@ class _GymnasiumCopy:
                 for name, value in state["attributes"].items():
                     setattr(env, name, _from_plain(value))
 
+    def render(self, height: int, width: int) -> Any:
+        if self.env.render_mode != "rgb_array":
+            name = self.env.spec.id if self.env.spec else "the environment"
+            raise RuntimeError(
+                f'{name} must be made with render_mode="rgb_array" to be rendered, '
+                f"and not with {self.env.render_mode!r}."
+            )
+        if self.renderer is None:
+            return self.env.render()
+        try:
+            check_screen(os.environ.get("MUJOCO_GL", "glfw"))
+            self._make_current()
+            return self.env.render()
+        except gymnasium.error.Error:
+            raise
+        except Exception as error:  # of another class from each library
+            raise no_opengl(error) from error
+
+    def _make_current(self) -> None:
+        """Draw here, and free here: OpenGL takes what was current last, be it another copy's."""
+        if self.renderer is not None and self.renderer.viewer is not None:
+            self.renderer.viewer.make_context_current()
+
     def close(self) -> None:
+        self._make_current()
         self.env.close()
 
 

@@ -87,7 +87,7 @@ def make_env(
             statistics, or with a given transform. For evaluation that is the ``frozen_view()`` of
             the one in training. Defaults to ``False``.
         device (torch.device, optional): device of the data.
-        **kwargs: go to :class:`GymnasiumEnv`.
+        **kwargs: go to :class:`GymnasiumEnv`, for example ``render_mode="rgb_array"``.
 
     Examples:
         >>> env = make_env("cartpole-swingup", num_envs=4, seed=0, max_episode_steps=100)

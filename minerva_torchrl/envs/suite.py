@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import warnings
 from typing import Any
 
@@ -10,15 +11,21 @@ import mujoco
 import numpy as np
 import torch
 from absl import logging as absl_logging
+from numpy.typing import NDArray
 
 from minerva_torchrl.envs._mujoco import get_physics_state, set_physics_state
 from minerva_torchrl.envs._names import unknown_name
+from minerva_torchrl.envs._opengl import OPENGL_ADVICE, check_screen, no_opengl
 from minerva_torchrl.envs.batched import BatchedEnv, BoxActions, Observation, copy_seeds
+
+# OSMesa would draw in a thread of its own. When Python ends, that is gone before DM Control frees
+# what it holds there, and tracebacks follow. The other backends have no such thread anyway.
+os.environ.setdefault("DISABLE_RENDER_THREAD_OFFLOADING", "1")
 
 with warnings.catch_warnings():
     # GLFW complains where there is no display, which only matters for rendering.
     warnings.filterwarnings("ignore", module="glfw")
-    from dm_control import suite
+    from dm_control import _render, suite
 
 __all__ = ["SuiteEnv", "suite_names"]
 
@@ -121,7 +128,7 @@ class _SuiteTask:
         except (mujoco.FatalError, RuntimeError) as error:
             raise RuntimeError(
                 f"{self.domain}-{self.task} does not start ({error}). If it cannot do without "
-                "OpenGL, set the environment variable MUJOCO_GL to 'egl' or 'osmesa'."
+                f"OpenGL, {OPENGL_ADVICE}."
             ) from error
         self.env.task.random.set_state(random)
         self.observation_shapes = [np.shape(part) for part in observation.values()]
@@ -137,6 +144,7 @@ class _SuiteTask:
 
     def seed(self, seed: int) -> None:
         if self.domain == "lqr":  # draws its model, too
+            self.close()
             self._load(seed)
         else:
             self.env.task.random.seed(seed)
@@ -160,5 +168,31 @@ class _SuiteTask:
         self.env._step_count = state["step_count"]
         self.env._reset_next_step = state["reset_next_step"]
 
+    def render(self, height: int, width: int) -> NDArray[np.uint8]:
+        physics = self.env.physics
+        largest = physics.model.vis.global_
+        if height > largest.offheight or width > largest.offwidth:
+            raise ValueError(
+                f"pictures of {self.domain}-{self.task} have a height of at most "
+                f"{largest.offheight} and a width of at most {largest.offwidth}, "
+                f"got {height} and {width}."
+            )
+        try:
+            check_screen(_render.BACKEND)
+            self._make_current()
+        except Exception as error:  # of another class from each library
+            raise no_opengl(error) from error
+        return physics.render(height, width, camera_id=0)
+
+    def _make_current(self) -> None:
+        """Draw here, and free here: DM Control does not notice when Gymnasium takes over OpenGL."""
+        opengl = self.env.physics.contexts.gl  # made now if there is none
+        with opengl.make_current() as thread:
+            thread.call(opengl._platform_make_current)
+
     def close(self) -> None:
+        physics = self.env.physics
+        if physics._contexts is not None:  # else they would stay until Python ends
+            self._make_current()
+            physics._free_rendering_contexts()
         self.env.close()
