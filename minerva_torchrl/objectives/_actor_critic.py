@@ -26,6 +26,7 @@ from typing_extensions import Self
 
 from minerva_torchrl.objectives import functional as F
 from minerva_torchrl.objectives._base import DualLossModule
+from minerva_torchrl.objectives._calls import call_module, get_dist
 from minerva_torchrl.objectives._checks import check_choice, check_count
 from minerva_torchrl.objectives._policy import (
     action_bounds,
@@ -205,9 +206,9 @@ class SampledCriticLoss(DualLossModule):
         """Choose how the critic's target is made.
 
         Args:
-            value_type: ``ValueEstimators.TD0`` (default; with data of ``MultiStepTransform`` it
-                makes n-step targets), ``TD1``, ``TDLambda``, ``"retrace"``, an estimator class or
-                an estimator.
+            value_type: ``ValueEstimators.TD0`` (default; with data of
+                ``MultiStepTransform(..., done_keys=[])`` it makes n-step targets), ``TD1``,
+                ``TDLambda``, ``"retrace"``, an estimator class or an estimator.
             **hyperparams: ``gamma``, ``lmbda`` and whatever else the estimator takes.
 
         Returns:
@@ -255,12 +256,7 @@ class SampledCriticLoss(DualLossModule):
         noise = self._draw_noise(num_samples, loc)
         raw_action = loc + scale * noise
         action = self._clip(raw_to_action(dist, raw_action))
-        q_value = torch.cat(
-            [
-                self._target_q_value(states.expand(len(chunk), *states.shape), chunk)
-                for chunk in action.split(_samples_per_chunk(action))
-            ]
-        )
+        q_value = self._target_q_value(states, action)
         cost = None
         if self.action_penalization:
             assert self.action_low is not None
@@ -281,34 +277,58 @@ class SampledCriticLoss(DualLossModule):
 
     def _dist(self, states: TensorDictBase, params: TensorDictParams) -> D.Distribution:
         with params.to_module(self.actor_network, preserve_module_state=False):
-            return self.actor_network.get_dist(states.select(*self.actor_network.in_keys))
+            return get_dist(self.actor_network, states.select(*self.actor_network.in_keys))
 
     def _q_value(self, states: TensorDictBase, action: Tensor, params: TensorDictParams) -> Tensor:
-        """Values of the ensemble, ``[K, *B]``."""
-        inputs = states.select(
-            *(key for key in self.qvalue_network.in_keys if key != self.tensor_keys.action)
-        )
-        inputs.set(self.tensor_keys.action, action)
-        if self.num_qvalue_nets > 1:
-            output = self._vmap_qvalue_network(inputs, params)
-            q_value = output.get(self.tensor_keys.state_action_value)
-        else:
-            with params.to_module(self.qvalue_network, preserve_module_state=False):
-                output = self.qvalue_network(inputs)
-            q_value = output.get(self.tensor_keys.state_action_value).unsqueeze(0)
-        expected = (self.num_qvalue_nets, *inputs.shape, 1)
-        if q_value.shape != expected:
-            raise ValueError(
-                f"qvalue_network must write {self.tensor_keys.state_action_value!r} of shape "
-                f"{expected[1:]} for a batch of shape {tuple(inputs.shape)}, "
-                f"got {tuple(q_value.shape[1:])}."
-            )
-        return q_value.squeeze(-1)
+        """Values of the ensemble for one action at each state, ``[K, *B]``."""
+        (q_value,) = self._q_values(states, [action], params)
+        return q_value
 
     def _target_q_value(self, states: TensorDictBase, action: Tensor) -> Tensor:
-        """Target value over the ensemble, ``[*B]``."""
-        q_value = self._q_value(states, action, self.target_qvalue_network_params)
-        return q_value.amin(0) if self.qvalue_reduction == "min" else q_value.mean(0)
+        """Target values over the ensemble, ``[..., *B]``, of actions ``[..., *B, D]``."""
+        chunks = [action]
+        if action.ndim > states.ndim + 1:
+            chunks = list(action.split(_samples_per_chunk(action)))
+        values = self._q_values(states, chunks, self.target_qvalue_network_params)
+        if self.qvalue_reduction == "min":
+            values = [value.amin(0) for value in values]
+        else:
+            values = [value.mean(0) for value in values]
+        return torch.cat(values) if len(values) > 1 else values[0]
+
+    def _q_values(
+        self, states: TensorDictBase, actions: Sequence[Tensor], params: TensorDictParams
+    ) -> list[Tensor]:
+        """Values of the ensemble, ``[K, ..., *B]``, for each of several ``[..., *B, D]``."""
+        keys = [key for key in self.qvalue_network.in_keys if key != self.tensor_keys.action]
+        inputs = states.select(*keys)
+        if self.num_qvalue_nets > 1:
+            return [
+                self._read_q_value(self._vmap_qvalue_network(data, params), data)
+                for data in (self._with_action(inputs, action) for action in actions)
+            ]
+        # Once for all actions: exchanging parameters takes as long as a small network.
+        with params.to_module(self.qvalue_network, preserve_module_state=False):
+            return [
+                self._read_q_value(call_module(self.qvalue_network, data), data).unsqueeze(0)
+                for data in (self._with_action(inputs, action) for action in actions)
+            ]
+
+    def _with_action(self, inputs: TensorDictBase, action: Tensor) -> TensorDictBase:
+        extra = action.shape[: action.ndim - 1 - inputs.ndim]
+        data = inputs.expand(*extra, *inputs.shape) if extra else inputs.copy()
+        return data.set(self.tensor_keys.action, action)
+
+    def _read_q_value(self, output: TensorDictBase, inputs: TensorDictBase) -> Tensor:
+        q_value = output.get(self.tensor_keys.state_action_value)
+        members = (self.num_qvalue_nets,) if self.num_qvalue_nets > 1 else ()
+        if q_value.shape != (*members, *inputs.shape, 1):
+            raise ValueError(
+                f"qvalue_network must write {self.tensor_keys.state_action_value!r} of shape "
+                f"{(*inputs.shape, 1)} for a batch of shape {tuple(inputs.shape)}, "
+                f"got {tuple(q_value.shape[len(members) :])}."
+            )
+        return q_value.squeeze(-1)
 
     @torch.no_grad()
     def _value_target(self, tensordict: TensorDictBase, next_value: Tensor) -> Tensor:

@@ -85,9 +85,10 @@ class DualVariable(nn.Module):
 
     @torch.no_grad()
     def set_(self, value: Tensor) -> None:
-        """Set the value, in real units; values below the floor become the floor."""
+        """Set the value, in real units: at least the floor, and left as it is if not finite."""
         x = value.clamp_min(self.floor) - _OFFSET
-        self.raw.copy_(x + (-torch.expm1(-x)).log())
+        raw = x + (-torch.expm1(-x)).log()
+        self.raw.copy_(torch.where(raw.isfinite(), raw, self.raw))
 
     def solve_(
         self,

@@ -2,58 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
 from tensordict import TensorDict, TensorDictBase
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
-from torchrl.objectives.common import LossModule
-from torchrl.trainers.trainers import OptimizationStepper
+from torchrl.objectives import ClipPPOLoss
 
 from minerva_torchrl.objectives._checks import check_choice, check_count, check_positive
 from minerva_torchrl.objectives.mpo import MPOLoss
 from minerva_torchrl.objectives.vmpo import VMPOLoss
+from minerva_torchrl.trainers._phases import PhasedStepper, descend
 
-__all__ = ["MPOOptimizationStepper", "VMPOOptimizationStepper"]
-
-
-class _PhasedStepper(OptimizationStepper):
-    """A stepper that takes the phases of a loss one by one, with several optimisers."""
-
-    _optimizer_names: tuple[str, ...]
-
-    def state_dict(self) -> dict[str, Any]:
-        """State of the optimisers."""
-        return {name: optimizer.state_dict() for name, optimizer in self._optimizers()}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Load what :meth:`state_dict` returned."""
-        for name, optimizer in self._optimizers():
-            optimizer.load_state_dict(state_dict[name])
-
-    def _optimizers(self) -> Iterator[tuple[str, Optimizer]]:
-        for name in self._optimizer_names:
-            optimizer = getattr(self, name)
-            if optimizer is not None:
-                yield name, optimizer
-
-    def _refuse_distributed(self, trainer: Any) -> None:
-        if getattr(trainer, "_ddp_loss", None) is not None:
-            raise NotImplementedError(
-                f"{type(self).__name__} evaluates the phases of the loss one by one, which a "
-                "distributed learner backend cannot synchronise. Use the local backend."
-            )
-
-    def _refuse_unreduced(self, loss: LossModule) -> None:
-        if loss.reduction == "none":
-            raise ValueError(
-                f"{type(self).__name__} needs a loss with reduction 'mean' or 'sum', got 'none'."
-            )
+__all__ = ["MPOOptimizationStepper", "PPOOptimizationStepper", "VMPOOptimizationStepper"]
 
 
-class MPOOptimizationStepper(_PhasedStepper):
+class MPOOptimizationStepper(PhasedStepper):
     r"""Critic step, dual step and policy steps of MPO, each with its own optimiser and clipping.
 
     The target networks are evaluated once. Everything that follows uses those tensors:
@@ -85,6 +50,7 @@ class MPOOptimizationStepper(_PhasedStepper):
     Examples:
         >>> from tensordict import TensorDict
         >>> from tensordict.nn import NormalParamExtractor, TensorDictModule
+        >>> from torch import nn
         >>> from torchrl.data import Bounded
         >>> from torchrl.modules import IndependentNormal, MLP, ProbabilisticActor, ValueOperator
         >>> policy = nn.Sequential(nn.Linear(3, 4), NormalParamExtractor())
@@ -166,20 +132,23 @@ class MPOOptimizationStepper(_PhasedStepper):
         self._refuse_unreduced(loss)
         e_step = loss.e_step(tensordict)
         loss_qvalue, metrics_qvalue = loss.qvalue_loss(tensordict, e_step)
-        _descend(loss_qvalue, self.optimizer_critic, self.clip_critic)
-
         m_step = loss.m_step(e_step)
         dual_losses = loss.dual_losses(e_step, m_step)
         dual_loss = torch.stack(list(dual_losses.values())).sum()
+        # Known before the first step, so that a batch is used by all phases or by none.
+        broken = ~(loss_qvalue + dual_loss).isfinite()
+
+        taken = [descend(loss_qvalue, self.optimizer_critic, self.clip_critic, unless=broken)]
         if self.dual_order == "dual_first":
-            self._step_duals(loss, dual_loss)
+            taken.append(self._step_duals(loss, dual_loss, broken))
         for i in range(self.num_policy_steps):
             if i > 0:
                 m_step = loss.m_step(e_step)
             loss_actor, metrics_actor = loss.actor_loss(tensordict, e_step, m_step)
-            _descend(loss_actor, self.optimizer_actor, self.clip_actor)
+            taken.append(descend(loss_actor, self.optimizer_actor, self.clip_actor, unless=broken))
         if self.dual_order == "simultaneous":
-            self._step_duals(loss, dual_loss)
+            taken.append(self._step_duals(loss, dual_loss, broken))
+        self._count(*taken)
 
         metrics_qvalue.pop("td_error")
         losses = {"loss_qvalue": loss_qvalue, "loss_actor": loss_actor, **dual_losses}
@@ -187,12 +156,13 @@ class MPOOptimizationStepper(_PhasedStepper):
         detached = {name: value.detach() for name, value in losses.items()}
         return TensorDict({**detached, **metrics}, batch_size=[])
 
-    def _step_duals(self, loss: MPOLoss, dual_loss: Tensor) -> None:
-        _descend(dual_loss, self.optimizer_dual, self.clip_dual)
+    def _step_duals(self, loss: MPOLoss, dual_loss: Tensor, broken: Tensor) -> Tensor:
+        taken = descend(dual_loss, self.optimizer_dual, self.clip_dual, unless=broken)
         loss.project_duals_()
+        return taken
 
 
-class VMPOOptimizationStepper(_PhasedStepper):
+class VMPOOptimizationStepper(PhasedStepper):
     r"""Temperature step, then multiplier and policy steps of V-MPO on one E-step.
 
     1. one step of the temperature (if it is learned; a solved one is set by the E-step itself);
@@ -218,6 +188,7 @@ class VMPOOptimizationStepper(_PhasedStepper):
     Examples:
         >>> from tensordict import TensorDict
         >>> from tensordict.nn import NormalParamExtractor, TensorDictModule
+        >>> from torch import nn
         >>> from torchrl.modules import IndependentNormal, ProbabilisticActor, ValueOperator
         >>> policy = nn.Sequential(nn.Linear(3, 4), NormalParamExtractor())
         >>> actor = ProbabilisticActor(
@@ -298,17 +269,21 @@ class VMPOOptimizationStepper(_PhasedStepper):
                 f"temperature_update='gradient'; it has {loss.temperature_update!r}."
             )
         e_step = loss.e_step(tensordict)
+        broken = ~e_step.temperature_loss.detach().isfinite()
+        taken = []
         if self.optimizer_temperature is not None:
-            _descend(e_step.temperature_loss, self.optimizer_temperature)
+            taken.append(descend(e_step.temperature_loss, self.optimizer_temperature))
         for _ in range(self.num_policy_steps):
             m_step = loss.m_step(tensordict, e_step)
             alpha_losses = loss.alpha_losses(e_step, m_step)
             alpha_loss = torch.stack(list(alpha_losses.values())).sum()
-            _descend(alpha_loss, self.optimizer_alpha, lr_scale=self.lr_scale)
+            scaled: Any = {"lr_scale": self.lr_scale, "unless": broken}
+            taken.append(descend(alpha_loss, self.optimizer_alpha, **scaled))
             loss.project_duals_()
             loss_actor, metrics_actor = loss.actor_loss(tensordict, e_step, m_step)
             loss_critic, metrics_critic = loss.critic_loss(tensordict)
-            _descend(loss_actor + loss_critic, self.optimizer, self.clip, self.lr_scale)
+            taken.append(descend(loss_actor + loss_critic, self.optimizer, self.clip, **scaled))
+        self._count(*taken)
         losses = {
             "loss_actor": loss_actor,
             "loss_critic": loss_critic,
@@ -320,19 +295,69 @@ class VMPOOptimizationStepper(_PhasedStepper):
         return TensorDict({**detached, **metrics}, batch_size=[])
 
 
-def _descend(
-    loss: Tensor, optimizer: Optimizer, max_norm: float | None = None, lr_scale: float = 1.0
-) -> None:
-    """One optimiser step on a loss, with clipping by the joint norm of its gradients."""
-    optimizer.zero_grad()
-    loss.backward()
-    if max_norm is not None:
-        parameters = [p for group in optimizer.param_groups for p in group["params"]]
-        nn.utils.clip_grad_norm_(parameters, max_norm)
-    # Scaled for this step only, so that schedulers and checkpoints see the nominal rates.
-    rates = [group["lr"] for group in optimizer.param_groups]
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate * lr_scale
-    optimizer.step()
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
+class PPOOptimizationStepper(PhasedStepper):
+    r"""One joint step of policy and critic on the loss of PPO, per minibatch.
+
+    It plugs into TorchRL's ``Trainer`` as ``optimization_stepper=``, and works in a loop of one's
+    own through :meth:`update`.
+
+    Args:
+        optimizer (Optimizer): over the parameters of policy and critic.
+
+    Keyword Args:
+        clip (float, optional): largest joint gradient norm. Defaults to ``0.5``.
+
+    Examples:
+        >>> from minerva_torchrl import make_ppo_loss
+        >>> from tensordict import TensorDict
+        >>> from tensordict.nn import NormalParamExtractor, TensorDictModule
+        >>> from torch import nn
+        >>> from torchrl.modules import IndependentNormal, ProbabilisticActor, ValueOperator
+        >>> policy = nn.Sequential(nn.Linear(3, 4), NormalParamExtractor())
+        >>> actor = ProbabilisticActor(
+        ...     TensorDictModule(policy, ["observation"], ["loc", "scale"]),
+        ...     in_keys=["loc", "scale"],
+        ...     distribution_class=IndependentNormal,
+        ...     return_log_prob=True,
+        ... )
+        >>> loss = make_ppo_loss(actor, ValueOperator(nn.Linear(3, 1), in_keys=["observation"]))
+        >>> optimizer = torch.optim.Adam(loss.parameters(), lr=3e-4, eps=1e-5, fused=True)
+        >>> stepper = PPOOptimizationStepper(optimizer)
+        >>> minibatch = TensorDict({"observation": torch.randn(8, 3)}, [8])
+        >>> with torch.no_grad():
+        ...     minibatch = actor(minibatch)  # what a collector does
+        >>> for key in ("advantage", "value_target", "state_value"):
+        ...     minibatch[key] = torch.randn(8, 1)  # what estimate_advantage does
+        >>> metrics = stepper.update(loss, minibatch)
+        >>> metrics["mean_ratio"].item()
+        1.0
+    """
+
+    _optimizer_names = ("optimizer",)
+
+    def __init__(self, optimizer: Optimizer, *, clip: float | None = 0.5) -> None:
+        if clip is not None:
+            check_positive("clip", clip)
+        self.optimizer = optimizer
+        self.clip = clip
+
+    def step(self, trainer: Any, sub_batch: TensorDictBase) -> TensorDict:
+        """One update inside a TorchRL ``Trainer``."""
+        self._refuse_distributed(trainer)
+        return self.update(trainer.loss_module, sub_batch)
+
+    def update(self, loss: ClipPPOLoss, tensordict: TensorDictBase) -> TensorDict:
+        """One step on a minibatch that has its advantages.
+
+        Args:
+            loss (ClipPPOLoss): the loss whose parameters the optimiser holds.
+            tensordict (TensorDictBase): the minibatch.
+
+        Returns:
+            The detached losses and metrics, 0-d.
+        """
+        self._refuse_unreduced(loss)
+        output = loss(tensordict)
+        losses = [value for name, value in output.items() if name.startswith("loss_")]
+        self._count(descend(torch.stack(losses).sum(), self.optimizer, self.clip))
+        return TensorDict({name: value.detach().mean() for name, value in output.items()})

@@ -430,7 +430,7 @@ class TestArguments:
     def test_rejects_other_states(self) -> None:
         stepper = make_stepper(make_loss())
         state = stepper.state_dict()
-        assert set(state) == {"optimizer_critic", "optimizer_actor", "optimizer_dual"}
+        assert set(state) == {"optimizer_critic", "optimizer_actor", "optimizer_dual", "skips"}
         state.pop("optimizer_dual")
         with pytest.raises(KeyError, match="optimizer_dual"):
             stepper.load_state_dict(state)

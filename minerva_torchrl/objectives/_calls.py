@@ -1,0 +1,56 @@
+"""Calls of TensorDict modules without what they cost besides the network."""
+
+from __future__ import annotations
+
+import torch.distributions as D
+from tensordict import TensorDictBase
+from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModule
+from torch import nn
+
+__all__ = ["call_module", "get_dist"]
+
+
+def call_module(module: nn.Module, data: TensorDictBase) -> TensorDictBase:
+    """``module(data)``, written into ``data`` itself.
+
+    A TensorDictModule looks for an optional package with every output that it writes, which takes
+    longer than a small layer. Where a module is a plain one, without hooks, special arguments or
+    a ``forward`` of its own, the network inside it is called directly.
+    """
+    if not _is_plain(module):
+        return module(data)
+    outputs = module.module(*(data.get(key) for key in module.in_keys))
+    if not isinstance(outputs, tuple):
+        outputs = (outputs,)
+    if len(outputs) != len(module.out_keys):  # let the module say what is wrong
+        return module(data)
+    for key, output in zip(module.out_keys, outputs, strict=True):
+        data.set(key, output)
+    return data
+
+
+def get_dist(actor: ProbabilisticTensorDictSequential, data: TensorDictBase) -> D.Distribution:
+    """``actor.get_dist(data)`` through :func:`call_module`; writes into ``data``."""
+    *modules, last = actor.module if isinstance(actor.module, nn.ModuleList) else (None, None)
+    if last is None or actor._forward_hooks or actor._forward_pre_hooks:
+        return actor.get_dist(data)
+    if not all(_is_plain(module) for module in modules):
+        return actor.get_dist(data)
+    for module in modules:
+        data = call_module(module, data)
+    return last.get_dist(data)
+
+
+def _is_plain(module: nn.Module) -> bool:
+    return (
+        isinstance(module, TensorDictModule)
+        and type(module).forward is TensorDictModule.forward
+        and module._kwargs is None
+        and module.method is None
+        and not module.method_kwargs
+        and not module._get_kwargs
+        and not module._forward_hooks
+        and not module._forward_pre_hooks
+        and module.out_keys == module.out_keys_source
+        and "_" not in module.out_keys
+    )
