@@ -5,7 +5,12 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from minerva_torchrl.objectives import MPOLoss, Retrace, VMPOLoss, make_ppo_loss
-from minerva_torchrl.trainers import MPOOptimizationStepper, VMPOOptimizationStepper
+from minerva_torchrl.trainers import (
+    MPOOptimizationStepper,
+    MPOTrainer,
+    VMPOOptimizationStepper,
+    VMPOTrainer,
+)
 
 if TYPE_CHECKING:
     from minerva_torchrl.envs import make_env
@@ -15,9 +20,11 @@ __version__ = "0.1.0"
 __all__ = [
     "MPOLoss",
     "MPOOptimizationStepper",
+    "MPOTrainer",
     "Retrace",
     "VMPOLoss",
     "VMPOOptimizationStepper",
+    "VMPOTrainer",
     "__version__",
     "make_env",
     "make_ppo_loss",

@@ -1,11 +1,25 @@
-"""The order of updates, and everything around a run."""
+"""The order of updates, and trainers that run them."""
 
-from minerva_torchrl.trainers.ppo import KLEarlyStop, linear_lr_annealing
-from minerva_torchrl.trainers.steppers import MPOOptimizationStepper, VMPOOptimizationStepper
+from minerva_torchrl.trainers._phases import NonFiniteError
+from minerva_torchrl.trainers.hooks import make_target_updater
+from minerva_torchrl.trainers.mpo import MPOTrainer
+from minerva_torchrl.trainers.ppo import KLEarlyStop, linear_lr_annealing, make_ppo_trainer
+from minerva_torchrl.trainers.steppers import (
+    MPOOptimizationStepper,
+    PPOOptimizationStepper,
+    VMPOOptimizationStepper,
+)
+from minerva_torchrl.trainers.vmpo import VMPOTrainer
 
 __all__ = [
     "KLEarlyStop",
     "MPOOptimizationStepper",
+    "MPOTrainer",
+    "NonFiniteError",
+    "PPOOptimizationStepper",
     "VMPOOptimizationStepper",
+    "VMPOTrainer",
     "linear_lr_annealing",
+    "make_ppo_trainer",
+    "make_target_updater",
 ]

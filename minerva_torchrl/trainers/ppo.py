@@ -1,4 +1,4 @@
-"""Around the epochs of PPO: when to stop them, and how fast to learn."""
+"""PPO on TorchRL's ``Trainer``: its hooks, when to stop the epochs, and how fast to learn."""
 
 from __future__ import annotations
 
@@ -9,12 +9,97 @@ from typing import Any
 from tensordict import TensorDictBase
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torchrl.collectors import BaseCollector
+from torchrl.objectives import ClipPPOLoss
 from torchrl.trainers import Trainer, TrainerHookBase
 
-from minerva_torchrl.objectives.ppo import ppo_kl_k3
+from minerva_torchrl.objectives._checks import check_count
+from minerva_torchrl.objectives.ppo import estimate_advantage, ppo_kl_k3
+from minerva_torchrl.trainers.hooks import (
+    FiniteBatches,
+    Minibatches,
+    run_first,
+    weights_to_collector,
+)
+from minerva_torchrl.trainers.steppers import PPOOptimizationStepper
 
-__all__ = ["KLEarlyStop", "linear_lr_annealing"]
+__all__ = ["KLEarlyStop", "linear_lr_annealing", "make_ppo_trainer"]
+
+
+def make_ppo_trainer(
+    *,
+    collector: BaseCollector,
+    total_frames: int,
+    frames_per_batch: int,
+    loss_module: ClipPPOLoss,
+    optimization_stepper: PPOOptimizationStepper,
+    num_epochs: int = 10,
+    minibatch_size: int = 64,
+    target_kl: float | None = None,
+    lr_scheduler: LRScheduler | None = None,
+    max_skipped: int = 10,
+    frame_skip: int = 1,
+    **kwargs: Any,
+) -> Trainer:
+    """TorchRL's ``Trainer`` with what PPO needs registered.
+
+    Per rollout: advantages and value targets are estimated **once**, then every epoch goes through
+    all frames in shuffled minibatches, until ``num_epochs`` or ``target_kl`` is reached.
+
+    Keyword Args:
+        collector (BaseCollector): yields rollouts ``[*K, T]``.
+        total_frames (int): frames to collect.
+        frames_per_batch (int): frames in a rollout, a multiple of ``minibatch_size``.
+        loss_module (ClipPPOLoss): from :func:`~minerva_torchrl.objectives.ppo.make_ppo_loss`.
+        optimization_stepper (PPOOptimizationStepper): takes the steps.
+        num_epochs (int): passes over a rollout. Defaults to ``10``.
+        minibatch_size (int): frames in a minibatch. Defaults to ``64``.
+        target_kl (float, optional): see :class:`KLEarlyStop`.
+        lr_scheduler (LRScheduler, optional): stepped after each rollout, for example from
+            :func:`linear_lr_annealing`.
+        max_skipped (int): see :class:`~minerva_torchrl.trainers.hooks.FiniteBatches`. Defaults to
+            ``10``.
+        frame_skip (int): frames per environment step. Defaults to ``1``.
+        **kwargs: go to :class:`~torchrl.trainers.Trainer`.
+
+    Returns:
+        The trainer. ``trainer.finite_batches`` counts what was left out.
+    """
+    check_count("minibatch_size", minibatch_size)
+    if frames_per_batch % minibatch_size:
+        raise ValueError(
+            "frames_per_batch must be a multiple of minibatch_size, got "
+            f"{frames_per_batch} and {minibatch_size}."
+        )
+    trainer = Trainer(
+        collector=collector,
+        total_frames=total_frames,
+        frame_skip=frame_skip,
+        optim_steps_per_batch=frames_per_batch // minibatch_size,
+        loss_module=loss_module,
+        optimization_stepper=optimization_stepper,
+        num_epochs=num_epochs,
+        **kwargs,
+    )
+    device = next(loss_module.parameters()).device
+
+    def with_advantage(rollout: TensorDictBase) -> TensorDictBase:
+        return estimate_advantage(loss_module, rollout.to(device))
+
+    trainer.register_op("batch_process", with_advantage)
+    keys = loss_module.tensor_keys
+    needed = [*loss_module.in_keys, keys.advantage, keys.value_target, keys.value]
+    Minibatches(minibatch_size, keys=needed).register(trainer)
+    if target_kl is not None:
+        KLEarlyStop(target_kl).register(trainer)
+    if lr_scheduler is not None:
+        trainer.register_op("post_steps", lr_scheduler.step)
+        trainer.register_module("lr_scheduler", lr_scheduler)
+    trainer.finite_batches = FiniteBatches(max_skipped)
+    trainer.finite_batches.register(trainer)
+    trainer.register_op("post_steps", weights_to_collector(trainer))
+    return trainer
 
 
 class KLEarlyStop(TrainerHookBase):
@@ -107,10 +192,8 @@ class KLEarlyStop(TrainerHookBase):
                 warnings.simplefilter("ignore", FutureWarning)
                 trainer.register_op("process_loss", self._process_loss)
         trainer.register_op("pre_optim_steps", self.start_rollout)
-        trainer.register_op("process_optim_batch", self._skip_if_stopped)
         # First in line, or a minibatch would be drawn from the buffer and thrown away.
-        hooks = trainer._process_optim_batch_ops
-        hooks.insert(0, hooks.pop())
+        run_first(trainer, "process_optim_batch", self._skip_if_stopped)
         trainer.register_op("post_epoch", self._post_epoch)
         trainer.register_op("post_steps_log", self._log)
         trainer.register_module(name, self)

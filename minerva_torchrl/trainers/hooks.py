@@ -1,0 +1,308 @@
+"""Hooks for TorchRL's ``Trainer``: from a collected batch to the batch of an optimisation step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from functools import partial
+from typing import Any
+
+import torch
+from tensordict import NestedKey, TensorDict, TensorDictBase
+from torchrl.data import ReplayBuffer
+from torchrl.envs import MultiStepTransform
+from torchrl.objectives import HardUpdate, SoftUpdate
+from torchrl.objectives.common import LossModule
+from torchrl.objectives.utils import TargetNetUpdater
+from torchrl.trainers import Trainer, TrainerHookBase
+from torchrl.trainers.trainers import UpdateWeights
+
+from minerva_torchrl.objectives._checks import check_count, check_fraction
+from minerva_torchrl.trainers._phases import NonFiniteError, PhasedStepper
+
+__all__ = [
+    "FiniteBatches",
+    "Minibatches",
+    "ReplayMemory",
+    "make_target_updater",
+    "run_first",
+    "weights_to_collector",
+]
+
+
+def make_target_updater(
+    loss: LossModule, *, period: int | None = None, tau: float | None = None
+) -> TargetNetUpdater:
+    """The updater of a loss's target networks: a copy every so often, or a moving average.
+
+    Args:
+        loss (LossModule): a loss with target networks.
+
+    Keyword Args:
+        period (int, optional): copy the networks at every ``period``-th call of ``step()``.
+        tau (float, optional): at every call, move the targets by this fraction.
+
+    Returns:
+        TorchRL's :class:`~torchrl.objectives.HardUpdate` or
+        :class:`~torchrl.objectives.SoftUpdate`.
+    """
+    if (period is None) == (tau is None):
+        raise ValueError(f"exactly one of period and tau must be given, got {period} and {tau}.")
+    if tau is not None:
+        check_fraction("tau", tau)
+        return SoftUpdate(loss, tau=tau)
+    check_count("period", period)
+    assert period is not None
+    # HardUpdate(n) copies at every call n + 1.
+    return HardUpdate(loss, value_network_update_interval=period - 1)
+
+
+def run_first(trainer: Trainer, stage: str, hook: Any) -> None:
+    """Register a hook in front of those that a stage has already."""
+    trainer.register_op(stage, hook)
+    hooks = getattr(trainer, f"_{stage}_ops")
+    hooks.insert(0, hooks.pop())
+
+
+def weights_to_collector(trainer: Trainer) -> UpdateWeights:
+    """A hook for ``post_steps`` that gives the policy's weights to the collector.
+
+    Args:
+        trainer (Trainer): has the collector and a loss with ``actor_network``.
+    """
+    weights = partial(TensorDict.from_module, trainer.loss_module.actor_network)
+    return UpdateWeights(trainer.collector, 1, policy_weights_getter=weights)
+
+
+class FiniteBatches(TrainerHookBase):
+    """Leaves out collected batches with numbers that are not finite, and ends hopeless training.
+
+    A batch in which any number is infinite or not a number is neither stored nor trained on.
+    Updates that the optimisation stepper left out because a loss or gradient was not finite count
+    separately. Either kind raises :class:`~minerva_torchrl.trainers.NonFiniteError` when there were
+    ``limit`` in a row. Reading the flags costs one host synchronisation per collected batch.
+
+    Args:
+        limit (int): number in a row that raises. Defaults to ``10``.
+    """
+
+    def __init__(self, limit: int = 10) -> None:
+        check_count("limit", limit)
+        self.limit = limit
+        self.rejected = False
+        self.skipped_batches = 0
+        self._in_a_row = 0
+        self._stepper: PhasedStepper | None = None
+
+    @property
+    def skipped_updates(self) -> int:
+        """Updates that the stepper left out."""
+        return 0 if self._stepper is None else self._stepper.skipped_updates
+
+    def register(self, trainer: Trainer, name: str = "finite_batches") -> None:
+        """Attach to a trainer whose other hooks are registered.
+
+        Args:
+            trainer (Trainer): the trainer.
+            name (str): name under which the trainer keeps the hook.
+        """
+        if isinstance(trainer.optimization_stepper, PhasedStepper):
+            self._stepper = trainer.optimization_stepper
+        run_first(trainer, "batch_process", self._inspect)
+        if trainer.replay_buffer is None:  # trains on the collected batch itself
+            run_first(trainer, "process_optim_batch", self._skip_if_rejected)
+        trainer.register_op("post_steps", self._check_updates)
+        trainer.register_module(name, self)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The counters."""
+        return {"skipped_batches": self.skipped_batches, "in_a_row": self._in_a_row}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned."""
+        self.skipped_batches = state_dict["skipped_batches"]
+        self._in_a_row = state_dict["in_a_row"]
+
+    def _inspect(self, batch: TensorDictBase) -> None:
+        tensors = [tensor for tensor in batch.values(True, True) if tensor.is_floating_point()]
+        self.rejected = not torch.stack([tensor.isfinite().all() for tensor in tensors]).all()
+        self._in_a_row = self._in_a_row + 1 if self.rejected else 0
+        self.skipped_batches += self.rejected
+        if self._in_a_row >= self.limit:
+            raise NonFiniteError(
+                f"{self._in_a_row} collected batches in a row had numbers that are not finite "
+                f"(the limit is {self.limit}). Entries of the last: {_not_finite(batch)}."
+            )
+
+    def _skip_if_rejected(self, batch: TensorDictBase) -> TensorDictBase:
+        if self.rejected:
+            raise StopIteration  # ends the epoch
+        return batch
+
+    def _check_updates(self) -> None:
+        if self._stepper is not None:
+            self._stepper.check_finite(self.limit)
+
+
+def _not_finite(batch: TensorDictBase) -> str:
+    keys = [
+        key if isinstance(key, str) else "/".join(key)
+        for key, tensor in batch.items(True, True)
+        if tensor.is_floating_point() and not tensor.isfinite().all()
+    ]
+    return ", ".join(keys)
+
+
+class ReplayMemory(TrainerHookBase):
+    """Stores what is collected in a replay buffer, and draws the batches to train on from it.
+
+    Collected batches ``[*K, T]`` are stored as ``T`` transitions of each of ``K`` environments, one
+    environment after the other. Nothing is written into them: TorchRL's own hook marks every
+    stored step as truncated.
+
+    Args:
+        replay_buffer (ReplayBuffer): a buffer of transitions.
+
+    Keyword Args:
+        keys (iterable of NestedKey, optional): entries to store, if the data has them. Defaults to
+            all of them.
+        n_steps (int): steps that a stored transition spans: its reward is the discounted sum of
+            theirs, and it ends with the episode at the latest. Defaults to ``1``.
+        gamma (float): discount of those rewards. Defaults to ``0.99``.
+        sequence_length (int): the buffer draws sequences of this length, which are returned as
+            ``[B, T]``. Defaults to ``1``: transitions ``[B]``.
+        device (torch.device, optional): device to train on.
+    """
+
+    def __init__(
+        self,
+        replay_buffer: ReplayBuffer,
+        *,
+        keys: Iterable[NestedKey] | None = None,
+        n_steps: int = 1,
+        gamma: float = 0.99,
+        sequence_length: int = 1,
+        device: torch.device | str | None = None,
+    ) -> None:
+        check_count("n_steps", n_steps)
+        check_count("sequence_length", sequence_length)
+        if n_steps > 1 and sequence_length > 1:
+            raise ValueError(
+                "n_steps and sequence_length can't both be above 1: sequences consist of one-step "
+                f"transitions. Got {n_steps} and {sequence_length}."
+            )
+        self.replay_buffer = replay_buffer
+        self.keys = None if keys is None else list(keys)
+        self.sequence_length = sequence_length
+        self.device = device
+        # Without the empty done_keys a transition that reaches a terminal state after fewer than n
+        # steps would not be marked as terminal, and its target would go on from there.
+        self._multi_step = MultiStepTransform(n_steps, gamma, done_keys=[]) if n_steps > 1 else None
+
+    def register(self, trainer: Trainer, name: str = "replay_memory") -> None:
+        """Attach to a trainer.
+
+        Args:
+            trainer (Trainer): the trainer.
+            name (str): name under which the trainer keeps the hook.
+        """
+        trainer.register_op("process_optim_batch", self.sample)
+        trainer.register_module(name, self)
+
+    @torch.no_grad()
+    def extend(self, batch: TensorDictBase) -> None:
+        """Store a collected batch ``[*K, T]``."""
+        if self.keys is not None:
+            batch = batch.select(*self.keys, strict=False)
+        if self._multi_step is not None:
+            batch = self._multi_step.inv(batch)
+            if batch is None:  # fewer steps so far than one transition spans
+                return
+            batch = batch.exclude("gamma", "nonterminal", ("next", "original_reward"))
+        self.replay_buffer.extend(batch.reshape(-1))
+
+    def sample(self, batch: TensorDictBase | None = None) -> TensorDictBase:
+        """Draw a batch to train on; what was collected last is not needed for it."""
+        sample = self.replay_buffer.sample()
+        if self.sequence_length > 1:
+            sample = sample.reshape(-1, self.sequence_length)
+        return sample if self.device is None else sample.to(self.device)
+
+    def state_dict(self) -> dict[str, Any]:
+        """The steps that wait for their n-step transition; the buffer has a state of its own."""
+        waiting = None if self._multi_step is None else self._multi_step._buffer
+        if waiting is None:
+            return {}
+        return {
+            "waiting": waiting.to_dict(),
+            "batch_size": list(waiting.batch_size),
+            "names": waiting.names,
+        }
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned."""
+        if self._multi_step is not None:
+            self._multi_step._buffer = (
+                TensorDict(
+                    state_dict["waiting"],
+                    batch_size=state_dict["batch_size"],
+                    names=state_dict["names"],
+                )
+                if state_dict
+                else None
+            )
+
+
+class Minibatches(TrainerHookBase):
+    """Cuts a rollout into shuffled minibatches: each epoch uses every frame once.
+
+    Args:
+        batch_size (int): frames in a minibatch. The rollout must be a multiple of it.
+
+    Keyword Args:
+        keys (iterable of NestedKey, optional): entries that the loss needs. Defaults to all.
+    """
+
+    def __init__(self, batch_size: int, *, keys: Iterable[NestedKey] | None = None) -> None:
+        check_count("batch_size", batch_size)
+        self.batch_size = batch_size
+        self.keys = None if keys is None else list(keys)
+        self._next = 0
+
+    def register(self, trainer: Trainer, name: str = "minibatches") -> None:
+        """Attach to a trainer.
+
+        Args:
+            trainer (Trainer): the trainer.
+            name (str): name under which the trainer keeps the hook.
+        """
+        trainer.register_op("pre_epoch", self.shuffle)
+        trainer.register_op("process_optim_batch", self.draw)
+        trainer.register_module(name, self)
+
+    def shuffle(self, rollout: TensorDictBase) -> TensorDictBase:
+        """All frames of the rollout in a new order, ``[F]``."""
+        if rollout.numel() % self.batch_size:
+            raise ValueError(
+                f"a rollout of {rollout.numel()} frames can't be cut into minibatches of "
+                f"{self.batch_size}: it must be a multiple."
+            )
+        self._next = 0
+        if self.keys is not None:
+            rollout = rollout.select(*self.keys, strict=False)
+        # One copy of everything here, so that the minibatches can be views.
+        return rollout.reshape(-1)[torch.randperm(rollout.numel(), device=rollout.device)]
+
+    def draw(self, shuffled: TensorDictBase) -> TensorDictBase:
+        """The next minibatch of what :meth:`shuffle` returned."""
+        start = self._next
+        if start >= shuffled.numel():
+            raise StopIteration
+        self._next += self.batch_size
+        return shuffled[start : self._next]
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: minibatches do not outlive their rollout."""
+        return {}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Nothing to load."""
