@@ -240,11 +240,6 @@ class SampledCriticLoss(DualLossModule):
                 f"{self.tensor_keys.action!r} must have {self._action_dim} dimensions as in "
                 f"action_spec, got {action.shape[-1]}."
             )
-        if self._action_dim is not None and action.shape[-1] != self._action_dim:
-            raise ValueError(
-                f"{self.tensor_keys.action!r} must have {self._action_dim} dimensions as in "
-                f"action_spec, got {action.shape[-1]}."
-            )
 
     # Networks ------------------------------------------------------------------------------------
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch.distributions as D
 from tensordict import TensorDictBase
 from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModule
@@ -10,7 +12,7 @@ from torch import nn
 __all__ = ["call_module", "get_dist"]
 
 
-def call_module(module: nn.Module, data: TensorDictBase) -> TensorDictBase:
+def call_module(module: Any, data: TensorDictBase) -> TensorDictBase:
     """``module(data)``, written into ``data`` itself.
 
     A TensorDictModule looks for an optional package with every output that it writes, which takes
@@ -31,14 +33,12 @@ def call_module(module: nn.Module, data: TensorDictBase) -> TensorDictBase:
 
 def get_dist(actor: ProbabilisticTensorDictSequential, data: TensorDictBase) -> D.Distribution:
     """``actor.get_dist(data)`` through :func:`call_module`; writes into ``data``."""
-    *modules, last = actor.module if isinstance(actor.module, nn.ModuleList) else (None, None)
-    if last is None or actor._forward_hooks or actor._forward_pre_hooks:
+    modules: Any = actor.module
+    if actor._forward_hooks or actor._forward_pre_hooks or not all(map(_is_plain, modules[:-1])):
         return actor.get_dist(data)
-    if not all(_is_plain(module) for module in modules):
-        return actor.get_dist(data)
-    for module in modules:
+    for module in modules[:-1]:
         data = call_module(module, data)
-    return last.get_dist(data)
+    return modules[-1].get_dist(data)
 
 
 def _is_plain(module: nn.Module) -> bool:
