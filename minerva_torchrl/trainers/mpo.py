@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import torch
@@ -44,8 +45,8 @@ class MPOTrainer(Trainer):
         optim_steps_per_batch (int): optimisation steps per collected batch.
         warmup_frames (int): frames to collect before the first step. Defaults to ``0``.
         n_steps (int): steps that a stored transition spans. Defaults to ``1``.
-        gamma (float): discount of their rewards, which should be that of the loss's value
-            estimator. Defaults to ``0.99``.
+        gamma (float): discount of their rewards, that of the loss's value estimator. Defaults to
+            ``0.99``.
         sequence_length (int): length of the sequences that the buffer draws; ``1`` for transitions.
             Defaults to ``1``.
         max_skipped (int): batches in a row that may be left out before
@@ -119,6 +120,12 @@ class MPOTrainer(Trainer):
                 "collector must not have init_random_frames: it stores log-probabilities of zero "
                 "for random actions. Use warmup_frames of the trainer: the policy acts, but no "
                 "steps are taken."
+            )
+        discount = float(loss_module.value_estimator.gamma)
+        if n_steps > 1 and not math.isclose(discount, gamma, rel_tol=1e-6):
+            raise ValueError(
+                "gamma must be that of the loss's value estimator if n_steps is above 1, "
+                f"got {gamma} and {discount:g}."
             )
         super().__init__(
             collector=collector,

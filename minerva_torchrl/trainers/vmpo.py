@@ -7,7 +7,9 @@ from typing import Any
 import torch
 from tensordict import TensorDictBase
 from torchrl.collectors import BaseCollector
+from torchrl.objectives.utils import TargetNetUpdater
 from torchrl.trainers import Trainer
+from torchrl.trainers.trainers import TargetNetUpdaterHook
 
 from minerva_torchrl.objectives.vmpo import VMPOLoss
 from minerva_torchrl.trainers.hooks import FiniteBatches, weights_to_collector
@@ -32,6 +34,8 @@ class VMPOTrainer(Trainer):
         total_frames (int): frames to collect.
         loss_module (VMPOLoss): the loss.
         optimization_stepper (VMPOOptimizationStepper): takes the steps.
+        target_net_updater (TargetNetUpdater, optional): updates the old policy after each rollout,
+            for a loss with ``old_policy="target"``.
         max_skipped (int): rollouts in a row that may be left out before
             :class:`~minerva_torchrl.trainers.NonFiniteError` is raised. Defaults to ``10``.
         frame_skip (int): frames per environment step. Defaults to ``1``.
@@ -78,11 +82,17 @@ class VMPOTrainer(Trainer):
         total_frames: int,
         loss_module: VMPOLoss,
         optimization_stepper: VMPOOptimizationStepper,
+        target_net_updater: TargetNetUpdater | None = None,
         max_skipped: int = 10,
         frame_skip: int = 1,
         device: torch.device | str | None = None,
         **kwargs: Any,
     ) -> None:
+        if (target_net_updater is not None) != (loss_module.old_policy == "target"):
+            raise ValueError(
+                "target_net_updater must be given exactly if the loss has old_policy='target'; it "
+                f"has {loss_module.old_policy!r}."
+            )
         super().__init__(
             collector=collector,
             total_frames=total_frames,
@@ -90,12 +100,15 @@ class VMPOTrainer(Trainer):
             optim_steps_per_batch=1,
             loss_module=loss_module,
             optimization_stepper=optimization_stepper,
+            target_net_updater=target_net_updater,
             **kwargs,
         )
         self._device = next(loss_module.parameters()).device if device is None else device
         self.finite_batches = FiniteBatches(max_skipped)
         self.register_op("batch_process", self._to_device)
         self.finite_batches.register(self)
+        if target_net_updater is not None:
+            self.register_op("post_optim", TargetNetUpdaterHook(target_net_updater))
         self.register_op("post_steps", weights_to_collector(self))
 
     def _to_device(self, batch: TensorDictBase) -> TensorDictBase:

@@ -1,0 +1,441 @@
+"""Nodes for TorchRL's Hydra configs: the losses and trainers of this package, and what they need.
+
+Importing this module adds nodes to the groups of :mod:`torchrl.trainers.algorithms.configs`:
+
+- ``loss/mpo`` and ``loss/vmpo``: a loss with its value estimator;
+- ``trainer/mpo`` and ``trainer/vmpo``: a trainer, which completes the nodes that it is given;
+- ``model/independent_normal``: a Gaussian policy without tanh;
+- ``sampler/retrace_slice``: sequences of one trajectory each;
+- ``env/minerva``: an environment by name.
+
+A configuration file lists nodes, each before those inside it, and what differs from their defaults:
+
+.. code-block:: yaml
+
+    defaults:
+      - trainer: mpo
+      - collector@trainer.collector: sync
+      - env@trainer.collector.create_env_fn: minerva
+      - model@trainer.actor_network: independent_normal
+      - network@trainer.actor_network.network: mlp
+      - model@trainer.qvalue_network: value
+      - network@trainer.qvalue_network.network: mlp
+      - loss@trainer.loss_module: mpo
+      - replay_buffer@trainer.replay_buffer: tensordict
+      - storage@trainer.replay_buffer.storage: lazy_tensor
+      - sampler@trainer.replay_buffer.sampler: retrace_slice
+      - target_net_updater@trainer.target_net_updater: hard
+      - optimizer@trainer.optimizer_critic: adam
+      - optimizer@trainer.optimizer_actor: adam
+      - optimizer@trainer.optimizer_dual: adam
+      - _self_
+
+    trainer:
+      total_frames: 100_000
+      optim_steps_per_batch: 50
+      sequence_length: 8
+      collector:
+        _partial_: true # the trainer gives it the policy
+        frames_per_batch: 50
+        create_env_fn: {name: cartpole-balance, seed: 0}
+      actor_network:
+        network: {in_features: 5, out_features: 2, num_cells: [64, 64]} # mean and scale
+      qvalue_network:
+        in_keys: [observation, action]
+        network: {in_features: 6, out_features: 1, num_cells: [64, 64]}
+      loss_module:
+        _partial_: true # the trainer gives it the networks and the action's bounds
+        value_estimator: retrace
+      replay_buffer:
+        batch_size: 256 # 32 sequences
+        storage: {max_size: 100_000}
+        sampler: {slice_len: "${trainer.sequence_length}"}
+      target_net_updater: {value_network_update_interval: 99} # copies at every 100th step
+      optimizer_critic: {lr: 3e-4, eps: 1e-8} # the node's own eps is 1e-4, not PyTorch's 1e-8
+      optimizer_actor: {lr: 3e-4, eps: 1e-8}
+      optimizer_dual: {lr: 1e-2, eps: 1e-8}
+
+and a script instantiates the trainer:
+
+.. code-block:: python
+
+    import hydra
+    import minerva_torchrl.trainers.configs
+
+
+    @hydra.main(config_path=".", config_name="config", version_base=None)
+    def main(config):
+        hydra.utils.instantiate(config.trainer).train()
+
+Networks are initialised before the trainer applies its ``seed``: call ``torch.manual_seed`` first
+for networks that are the same each time.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from inspect import signature
+from typing import Any, TypeVar
+
+from hydra.core.config_store import ConfigStore
+from omegaconf import MISSING
+from torch import nn
+from torch.optim import Optimizer
+from torchrl.collectors import BaseCollector
+from torchrl.envs.utils import RandomPolicy
+from torchrl.objectives import ValueEstimators
+from torchrl.objectives.common import LossModule
+from torchrl.objectives.utils import TargetNetUpdater
+from torchrl.trainers.algorithms.configs import LossConfig, TrainerConfig
+from torchrl.trainers.algorithms.configs.trainers import _register_trainer_hooks
+
+from minerva_torchrl.objectives._checks import check_choice
+from minerva_torchrl.objectives.mpo import MPOLoss
+from minerva_torchrl.objectives.vmpo import VMPOLoss
+from minerva_torchrl.trainers._config_parts import (
+    IndependentNormalModelConfig,
+    MinervaEnvConfig,
+    RetraceSliceSamplerConfig,
+    complete,
+)
+from minerva_torchrl.trainers.hooks import weights_to_collector
+from minerva_torchrl.trainers.mpo import MPOTrainer
+from minerva_torchrl.trainers.steppers import MPOOptimizationStepper, VMPOOptimizationStepper
+from minerva_torchrl.trainers.vmpo import VMPOTrainer
+
+__all__ = [
+    "IndependentNormalModelConfig",
+    "MPOLossConfig",
+    "MPOTrainerConfig",
+    "MinervaEnvConfig",
+    "RetraceSliceSamplerConfig",
+    "VMPOLossConfig",
+    "VMPOTrainerConfig",
+    "register",
+]
+
+# Losses ------------------------------------------------------------------------------------------
+
+
+@dataclass
+class MPOLossConfig(LossConfig):
+    """Node ``loss/mpo`` for :class:`~minerva_torchrl.MPOLoss`.
+
+    Every keyword argument of the loss is a field. Three more say how the critic's target is made:
+    ``value_estimator`` (``"td0"``, ``"td1"``, ``"td_lambda"`` or ``"retrace"``), ``gamma``, and
+    ``lmbda`` for the last two.
+
+    With ``_partial_: true`` the networks are left to the trainer.
+
+    Examples:
+        >>> from hydra.utils import instantiate
+        >>> from torchrl.trainers.algorithms.configs import MLPConfig, ValueModelConfig
+        >>> policy = MLPConfig(in_features=3, out_features=4, num_cells=[32])
+        >>> critic = MLPConfig(in_features=5, out_features=1, num_cells=[32])
+        >>> config = MPOLossConfig(
+        ...     actor_network=IndependentNormalModelConfig(network=policy),
+        ...     qvalue_network=ValueModelConfig(network=critic, in_keys=["observation", "action"]),
+        ...     action_spec={"_target_": "torchrl.data.Bounded", "low": -1, "high": 1, "shape": 2},
+        ...     value_estimator="retrace",
+        ...     lmbda=0.9,
+        ... )
+        >>> loss = instantiate(config)
+        >>> loss.value_estimator.lmbda
+        tensor(0.9000)
+    """
+
+    actor_network: Any = None
+    qvalue_network: Any = None
+    num_qvalue_nets: int = 1
+    qvalue_reduction: str = "min"
+    num_action_samples: int = 20
+    num_value_samples: int | None = None
+    epsilon: float = 0.1
+    epsilon_mean: float = 2.5e-3
+    epsilon_stddev: float = 1e-6
+    per_dim_constraining: bool = True
+    action_penalization: bool | None = None
+    epsilon_penalty: float = 1e-3
+    init_temperature: float = 1.0
+    init_alpha_mean: float = 1.0
+    init_alpha_stddev: float = 1000.0
+    init_penalty_temperature: float = 1.0
+    temperature_update: str = "gradient"
+    policy_states: str = "next"
+    sequence_steps: str = "all"
+    loss_function: str = "l2"
+    action_spec: Any = None
+    delay_actor: bool = True
+    delay_qvalue: bool = True
+    skip_done_states: bool = False
+    reduction: str | None = None
+    deactivate_vmap: bool = False
+    use_prioritized_weights: str | bool = "auto"
+    scalar_output_mode: str | None = None
+    value_estimator: str = "td0"
+    gamma: float = 0.99
+    lmbda: float = 0.95
+    _target_: str = "minerva_torchrl.trainers.configs._make_mpo_loss"
+
+
+def _make_mpo_loss(*, value_estimator: str, gamma: float, lmbda: float, **kwargs: Any) -> MPOLoss:
+    estimator = _estimator(value_estimator, ("td0", "td1", "td_lambda", "retrace"), gamma, lmbda)
+    return MPOLoss(**kwargs).make_value_estimator(**estimator)
+
+
+@dataclass
+class VMPOLossConfig(LossConfig):
+    """Node ``loss/vmpo`` for :class:`~minerva_torchrl.VMPOLoss`.
+
+    Every keyword argument of the loss is a field. Three more say how advantages are made:
+    ``value_estimator`` (``"gae"``, ``"td0"``, ``"td1"`` or ``"td_lambda"``), ``gamma``, and
+    ``lmbda`` for the first and the last.
+
+    With ``_partial_: true`` the networks are left to the trainer.
+
+    Examples:
+        >>> from hydra import compose, initialize
+        >>> with initialize(version_base=None):
+        ...     config = compose(overrides=["+loss=vmpo", "loss.gamma=0.995"])
+        >>> config.loss.gamma, config.loss.value_estimator
+        (0.995, 'gae')
+    """
+
+    actor_network: Any = None
+    critic_network: Any = None
+    top_k_fraction: float = 0.5
+    epsilon_eta: float = 0.1
+    epsilon_mean: float | None = None
+    epsilon_stddev: float | None = None
+    epsilon_policy: float | None = None
+    per_dim_constraining: bool = False
+    init_temperature: float = 1.0
+    init_alpha_mean: float | None = None
+    init_alpha_stddev: float | None = None
+    init_alpha_policy: float | None = None
+    temperature_update: str = "solve"
+    kl_samples: str = "all"
+    old_policy: str = "stored"
+    normalize_advantage: bool = True
+    critic_coeff: float = 0.5
+    loss_critic_type: str = "l2"
+    clip_value: float | None = None
+    separate_losses: bool = False
+    action_spec: Any = None
+    reduction: str | None = None
+    scalar_output_mode: str | None = None
+    value_estimator: str = "gae"
+    gamma: float = 0.99
+    lmbda: float = 0.95
+    _target_: str = "minerva_torchrl.trainers.configs._make_vmpo_loss"
+
+
+def _make_vmpo_loss(*, value_estimator: str, gamma: float, lmbda: float, **kwargs: Any) -> VMPOLoss:
+    estimator = _estimator(value_estimator, ("gae", "td0", "td1", "td_lambda"), gamma, lmbda)
+    return VMPOLoss(**kwargs).make_value_estimator(**estimator)
+
+
+_ESTIMATORS = {
+    "gae": ValueEstimators.GAE,
+    "td0": ValueEstimators.TD0,
+    "td1": ValueEstimators.TD1,
+    "td_lambda": ValueEstimators.TDLambda,
+    "retrace": "retrace",
+}
+
+
+def _estimator(name: str, choices: tuple[str, ...], gamma: float, lmbda: float) -> dict[str, Any]:
+    """Arguments of ``make_value_estimator``."""
+    check_choice("value_estimator", name, choices)
+    arguments = {"value_type": _ESTIMATORS[name], "gamma": gamma}
+    return arguments if name in ("td0", "td1") else {**arguments, "lmbda": lmbda}
+
+
+# Trainers ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class _AnyTrainerConfig(TrainerConfig):
+    """Fields that both trainers hand on to TorchRL's :class:`~torchrl.trainers.Trainer`."""
+
+    collector: Any = MISSING
+    total_frames: int = MISSING
+    loss_module: Any = MISSING
+    actor_network: Any = None
+    max_skipped: int = 10
+    frame_skip: int = 1
+    device: Any = None
+    num_epochs: int = 1
+    logger: Any = None
+    progress_bar: bool = True
+    seed: int | None = None
+    log_interval: int = 10000
+    log_timings: bool = False
+    auto_log_optim_steps: bool = True
+    save_trainer_file: Any = None
+    save_trainer_interval: int = 10000
+    checkpoint: Any = None
+    checkpoint_rotation: Any = None
+    checkpoint_metadata: Any = None
+    hooks: list[Any] | None = None
+
+
+@dataclass
+class MPOTrainerConfig(_AnyTrainerConfig):
+    """Node ``trainer/mpo`` for :class:`~minerva_torchrl.MPOTrainer`.
+
+    The keyword arguments of the trainer and those of
+    :class:`~minerva_torchrl.MPOOptimizationStepper` are fields. Optimisers and
+    ``target_net_updater`` are TorchRL's nodes, which are partial: they are given the loss and its
+    parameters. If ``collector`` and ``loss_module`` have ``_partial_: true`` too, the collector
+    acts with ``actor_network``, and the loss is given the networks and, unless it has one, the
+    action spec of the environment. ``hooks`` are
+    :class:`~torchrl.trainers.TrainerHookBase` to register.
+
+    Examples:
+        >>> from hydra import compose, initialize
+        >>> with initialize(version_base=None):
+        ...     config = compose(overrides=["+trainer=mpo", "trainer.n_steps=5"])
+        >>> config.trainer.n_steps, config.trainer.dual_order
+        (5, 'simultaneous')
+    """
+
+    replay_buffer: Any = MISSING
+    target_net_updater: Any = MISSING
+    optim_steps_per_batch: int = MISSING
+    optimizer_critic: Any = MISSING
+    optimizer_actor: Any = MISSING
+    optimizer_dual: Any = MISSING
+    qvalue_network: Any = None
+    warmup_frames: int = 0
+    n_steps: int = 1
+    gamma: float = 0.99
+    sequence_length: int = 1
+    num_policy_steps: int = 1
+    dual_order: str = "simultaneous"
+    clip_critic: float | None = 40.0
+    clip_actor: float | None = 40.0
+    clip_dual: float | None = None
+    _target_: str = "minerva_torchrl.trainers.configs._make_mpo_trainer"
+
+
+def _make_mpo_trainer(**fields: Any) -> MPOTrainer:
+    loss = _complete_collector_and_loss(fields, ("actor_network", "qvalue_network"))
+    parameters = {
+        "optimizer_critic": loss.qvalue_network_params.parameters(),
+        "optimizer_actor": loss.actor_network_params.parameters(),
+        "optimizer_dual": loss.dual_parameters(),
+    }
+    return _make_trainer(MPOTrainer, MPOOptimizationStepper, parameters, fields)
+
+
+@dataclass
+class VMPOTrainerConfig(_AnyTrainerConfig):
+    """Node ``trainer/vmpo`` for :class:`~minerva_torchrl.VMPOTrainer`.
+
+    As :class:`MPOTrainerConfig`, with ``critic_network`` and the arguments of
+    :class:`~minerva_torchrl.VMPOOptimizationStepper`. ``optimizer_temperature`` is for losses with
+    ``temperature_update: gradient``, and ``target_net_updater``, which steps after every
+    optimisation step, for those with ``old_policy: target``.
+
+    Examples:
+        >>> from hydra import compose, initialize
+        >>> with initialize(version_base=None):
+        ...     config = compose(overrides=["+trainer=vmpo", "+loss@trainer.loss_module=vmpo"])
+        >>> config.trainer.clip, config.trainer.loss_module.value_estimator
+        (1.0, 'gae')
+    """
+
+    optimizer: Any = MISSING
+    optimizer_alpha: Any = MISSING
+    optimizer_temperature: Any = None
+    critic_network: Any = None
+    target_net_updater: Any = None
+    num_policy_steps: int = 1
+    lr_scaling: str | None = None
+    clip: float | None = 1.0
+    _target_: str = "minerva_torchrl.trainers.configs._make_vmpo_trainer"
+
+
+def _make_vmpo_trainer(**fields: Any) -> VMPOTrainer:
+    loss = _complete_collector_and_loss(fields, ("actor_network", "critic_network"))
+    networks = (loss.actor_network_params, loss.critic_network_params)
+    parameters = {
+        "optimizer": [p for network in networks for p in network.parameters()],
+        "optimizer_alpha": loss.alpha_parameters(),
+    }
+    if fields["optimizer_temperature"] is not None:
+        parameters["optimizer_temperature"] = [loss.temperature.raw]
+    return _make_trainer(VMPOTrainer, VMPOOptimizationStepper, parameters, fields)
+
+
+_AnyTrainer = TypeVar("_AnyTrainer", MPOTrainer, VMPOTrainer)
+
+
+def _complete_collector_and_loss(fields: dict[str, Any], network_names: tuple[str, ...]) -> Any:
+    """Complete the collector with the policy, and the loss with networks and action spec."""
+    networks = {name: fields.pop(name) for name in network_names}
+    loss = fields["loss_module"]
+    if isinstance(loss, LossModule):
+        if any(network is not None for network in networks.values()):
+            raise ValueError(
+                f"loss_module has its networks already and can't take {' and '.join(networks)} of "
+                "the trainer. Give it _partial_: true, or leave them out."
+            )
+        policy = loss.actor_network
+    else:
+        networks = {name: complete(name, node, nn.Module) for name, node in networks.items()}
+        policy = networks["actor_network"]
+    collector = complete("collector", fields["collector"], BaseCollector, policy=policy)
+    if isinstance(getattr(collector, "policy", None), RandomPolicy):
+        raise ValueError(
+            "collector has no policy and would act at random. Give it _partial_: true, and it "
+            "acts with that of the loss."
+        )
+    if getattr(loss, "keywords", {}).get("action_spec") is None:
+        networks["action_spec"] = collector.getattr_env("action_spec")
+    loss = complete("loss_module", loss, LossModule, **networks)
+    fields.update(collector=collector, loss_module=loss)
+    return loss
+
+
+def _make_trainer(
+    trainer_class: type[_AnyTrainer],
+    stepper_class: type,
+    parameters: dict[str, Any],
+    fields: dict[str, Any],
+) -> _AnyTrainer:
+    """Complete target updater and optimisers, and make the stepper and the trainer of them."""
+    hooks, updater = fields.pop("hooks"), fields["target_net_updater"]
+    if updater is not None:
+        fields["target_net_updater"] = complete(
+            "target_net_updater", updater, TargetNetUpdater, loss_module=fields["loss_module"]
+        )
+    for name, params in parameters.items():
+        fields[name] = complete(name, fields[name], Optimizer, params=params)
+    of_stepper = {name: fields.pop(name) for name in signature(stepper_class).parameters}
+    trainer = trainer_class(optimization_stepper=stepper_class(**of_stepper), **fields)
+    # Nodes make an object for every place that they are used in, so that the policy of a collector
+    # that was complete already is not that of the loss, and has weights of its own.
+    weights_to_collector(trainer)()
+    _register_trainer_hooks(trainer, hooks)
+    return trainer
+
+
+def register() -> None:
+    """Add the nodes of this module to Hydra's ``ConfigStore``; importing it does so already."""
+    store = ConfigStore.instance()
+    nodes: list[tuple[str, str, type]] = [
+        ("loss", "mpo", MPOLossConfig),
+        ("loss", "vmpo", VMPOLossConfig),
+        ("trainer", "mpo", MPOTrainerConfig),
+        ("trainer", "vmpo", VMPOTrainerConfig),
+        ("model", "independent_normal", IndependentNormalModelConfig),
+        ("sampler", "retrace_slice", RetraceSliceSamplerConfig),
+        ("env", "minerva", MinervaEnvConfig),
+    ]
+    for group, name, node in nodes:
+        store.store(group=group, name=name, node=node, provider="minerva_torchrl")
+
+
+register()
