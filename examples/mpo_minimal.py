@@ -3,6 +3,8 @@
 Takes a few minutes on a laptop's CPU. The return of an episode is at most 1000.
 """
 
+import sys
+
 import torch
 from tensordict.nn import NormalParamExtractor, TensorDictModule
 from torch import nn
@@ -26,6 +28,7 @@ from torchrl.objectives import HardUpdate
 
 from minerva_torchrl import MPOLoss
 
+FRAMES = int(sys.argv[1]) if len(sys.argv) > 1 else 20_000
 torch.manual_seed(0)
 torch.set_num_threads(1)  # small networks: threads cost more than they bring
 env = DMControlEnv("cartpole", "balance")
@@ -54,10 +57,11 @@ optimizer = torch.optim.Adam(
 )
 loss.project_duals_after(optimizer)
 
-five_steps = MultiStepTransform(n_steps=5, gamma=0.99)
-storage = LazyTensorStorage(20_000)
+# Without done_keys=[] a terminal state within five steps would not be marked as terminal.
+five_steps = MultiStepTransform(n_steps=5, gamma=0.99, done_keys=[])
+storage = LazyTensorStorage(FRAMES)
 replay_buffer = TensorDictReplayBuffer(storage=storage, batch_size=128, transform=five_steps)
-collector = Collector(env, actor, frames_per_batch=200, total_frames=20_000)
+collector = Collector(env, actor, frames_per_batch=200, total_frames=FRAMES)
 for iteration, data in enumerate(collector, start=1):
     replay_buffer.extend(data)
     for _ in range(100):

@@ -1,0 +1,76 @@
+"""A trained policy from the folder of a run."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from tensordict.nn import ProbabilisticTensorDictSequential
+from torchrl.envs import TransformedEnv
+
+from minerva_torchrl.runs.assemble import (
+    evaluation_seed,
+    make_actor_and_loss,
+    make_evaluation_env,
+    make_training_env,
+)
+from minerva_torchrl.runs.checkpoints import Checkpoint, CheckpointError, open_checkpoint
+from minerva_torchrl.runs.config import RunConfig
+from minerva_torchrl.runs.settings import load_config
+from minerva_torchrl.runs.snapshot import restore_model
+
+__all__ = ["TrainedPolicy", "load_policy"]
+
+
+@dataclass(frozen=True)
+class TrainedPolicy:
+    """A policy, and what it was trained with."""
+
+    config: RunConfig
+    checkpoint: Checkpoint
+    actor: ProbabilisticTensorDictSequential
+    _training_env: TransformedEnv
+
+    @property
+    def evaluation_seed(self) -> int:
+        """Seed of the run's evaluations."""
+        return evaluation_seed(self.config)
+
+    def make_env(
+        self, *, episodes: int = 1, seed: int | None = None, video: bool = False
+    ) -> TransformedEnv:
+        """Environments as in the run's evaluation, with the statistics of its observations.
+
+        Keyword Args:
+            episodes (int): number of copies. Defaults to ``1``.
+            seed (int, optional): their seed. Defaults to that of the run's evaluations.
+            video (bool): let them be rendered. Defaults to ``False``.
+        """
+        seed = self.evaluation_seed if seed is None else seed
+        settings = replace(self.config.eval, episodes=episodes, seed=seed, video=video)
+        return make_evaluation_env(replace(self.config, eval=settings), self._training_env)
+
+
+def load_policy(path: Path | str, *, name: str = "last") -> TrainedPolicy:
+    """Load the policy of a run, on the CPU.
+
+    Args:
+        path (Path or str): folder of the run, or of one of its checkpoints.
+
+    Keyword Args:
+        name (str): ``"last"`` or ``"best"``, if ``path`` is the folder of a run. Defaults to
+            ``"last"``.
+    """
+    path = Path(path)
+    is_run = (path / "checkpoints").is_dir()
+    checkpoint = open_checkpoint(path / "checkpoints" / name if is_run else path)
+    run_dir = path if is_run else checkpoint.path.parent.parent
+    config = load_config(run_dir)
+    if checkpoint.metadata.get("algo") != config.algo:
+        raise CheckpointError(f"{checkpoint.path} is not a checkpoint of the run in {run_dir}.")
+    one = replace(config, env=replace(config.env, num_envs=1, num_workers=0))
+    env = make_training_env(one)
+    loss = make_actor_and_loss(one, env, torch.device("cpu"))
+    restore_model(loss, env, checkpoint)
+    return TrainedPolicy(config, checkpoint, loss.actor_network, env)

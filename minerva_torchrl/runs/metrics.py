@@ -1,0 +1,61 @@
+"""Metrics between two rows of ``metrics.csv``."""
+
+from __future__ import annotations
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+
+__all__ = ["MetricsBuffer"]
+
+
+class MetricsBuffer:
+    """Collects episodes and losses batch by batch, and averages them for a row.
+
+    Losses stay on their device until then.
+
+    Examples:
+        >>> metrics = MetricsBuffer()
+        >>> metrics.add_losses(1, TensorDict({"loss_actor": torch.tensor(1.0)}))
+        >>> metrics.add_losses(2, TensorDict({"loss_actor": torch.tensor(2.0)}))
+        >>> metrics.take()
+        {'episode_return': None, 'episode_length': None, 'loss_actor': 1.5}
+    """
+
+    def __init__(self) -> None:
+        self.episode_return: float | None = None
+        """Mean return of the episodes that ended in the last batch in which one did."""
+        self._returns: list[float] = []
+        self._lengths: list[float] = []
+        self._losses: list[TensorDictBase] = []
+
+    def add_batch(self, batch: TensorDictBase) -> None:
+        """Note the episodes that ended in a collected batch."""
+        after = batch["next"]
+        ended = after["done"].squeeze(-1)
+        if ended.any():
+            returns = after["episode_reward"].squeeze(-1)[ended].tolist()
+            self._returns += returns
+            self._lengths += after["step_count"].squeeze(-1)[ended].tolist()
+            self.episode_return = sum(returns) / len(returns)
+
+    def add_losses(self, updates: int, losses: TensorDictBase | None) -> None:
+        """Note the losses and metrics of the updates on a batch."""
+        if losses is not None:
+            self._losses.append(losses)
+
+    def take(self) -> dict[str, float | None]:
+        """The averages since the last call, ``None`` where there was nothing."""
+        row: dict[str, float | None] = {
+            "episode_return": _mean(self._returns),
+            "episode_length": _mean(self._lengths),
+        }
+        if self._losses:
+            mean = TensorDict.stack(self._losses).mean(0)
+            values = torch.stack([value.double() for value in mean.values()])
+            row |= dict(zip(mean.keys(), values.tolist(), strict=True))
+        self._returns, self._lengths, self._losses = [], [], []
+        return row
+
+
+def _mean(values: list[float]) -> float | None:
+    return sum(values) / len(values) if values else None

@@ -1,0 +1,241 @@
+"""The whole state of a run as plain data, and back: what a checkpoint is made of.
+
+Four parts: ``model`` (networks, targets, duals, statistics of the observations: what acting needs),
+``training`` (optimisers, schedules, counters, random generators), ``environment`` (simulators, and
+where the collector is in its episodes) and ``replay`` (the replay buffer).
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor
+from torchrl.data import TensorDictReplayBuffer
+from torchrl.envs import TransformedEnv
+from torchrl.objectives.common import LossModule
+
+from minerva_torchrl.envs import ReturnStdScaling
+from minerva_torchrl.runs.assemble import Assembly
+from minerva_torchrl.runs.checkpoints import Checkpoint, CheckpointError
+
+__all__ = ["capture", "cut_episodes", "restore", "restore_model", "state_is_exact"]
+
+
+def capture(assembly: Assembly, *, replay_buffer: bool = True) -> dict[str, Any]:
+    """The state between two batches, by part.
+
+    Args:
+        assembly (Assembly): the run.
+
+    Keyword Args:
+        replay_buffer (bool): include the replay buffer, if there is one. Defaults to ``True``.
+    """
+    parts = {
+        "model": {
+            "loss": _plain(assembly.loss.state_dict()),
+            "transforms": _plain(assembly.env.state_dict()),
+        },
+        "training": _capture_training(assembly),
+        "environment": _capture_environment(assembly),
+    }
+    if replay_buffer and assembly.replay_buffer is not None:
+        parts["replay"] = _capture_replay(assembly.replay_buffer)
+    return parts
+
+
+def restore(assembly: Assembly, checkpoint: Checkpoint) -> None:
+    """Put a run into the state of a checkpoint, from which it goes on as it would have.
+
+    Everything is read and compared with the run before anything is changed.
+
+    Args:
+        assembly (Assembly): a run with the same settings, just assembled.
+        checkpoint (Checkpoint): has the parts of :func:`capture`.
+    """
+    parts = {name: checkpoint.load(name) for name in checkpoint.parts}
+    missing = {"model", "training", "environment"} - parts.keys()
+    if missing:
+        raise CheckpointError(
+            f"{checkpoint.path} is not a checkpoint to resume from: it has no "
+            f"{', '.join(sorted(missing))}."
+        )
+    _check_fits(assembly.loss, parts["model"]["loss"], checkpoint)
+    _restore_model(assembly.loss, assembly.env, parts["model"])
+    if "replay" in parts and assembly.replay_buffer is not None:
+        _restore_replay(assembly.replay_buffer, parts["replay"])
+    _restore_environment(assembly, parts["environment"])
+    # Last, because anything above may have drawn random numbers.
+    _restore_training(assembly, parts["training"])
+
+
+def restore_model(loss: LossModule, env: TransformedEnv, checkpoint: Checkpoint) -> None:
+    """Load the networks and the statistics of the observations only, for acting.
+
+    Args:
+        loss (LossModule): has the networks.
+        env (TransformedEnv): made as for training.
+        checkpoint (Checkpoint): has a part ``model``.
+    """
+    model = checkpoint.load("model")
+    _check_fits(loss, model["loss"], checkpoint)
+    _restore_model(loss, env, model)
+
+
+def state_is_exact(assembly: Assembly) -> bool:
+    """Whether the simulators can be restored in the middle of an episode."""
+    return bool(assembly.env.base_env.exact_state)
+
+
+def cut_episodes(assembly: Assembly) -> None:
+    """Begin new episodes everywhere, as new trajectories.
+
+    For simulators that can't be restored in the middle of an episode: done right after saving and
+    right after loading, it makes both go on alike.
+    """
+    collector = assembly.collector
+    collector._carrier = collector.env.reset()
+    ids = collector._traj_pool.get_traj_and_increment(collector.n_env, device="cpu")
+    ids = ids.view(collector.env.batch_size)
+    collector._carrier.set(("collector", "traj_ids"), ids)
+
+
+# Parts -------------------------------------------------------------------------------------------
+
+
+def _check_fits(loss: LossModule, state: Mapping[str, Any], checkpoint: Checkpoint) -> None:
+    shapes = {name: tuple(tensor.shape) for name, tensor in loss.state_dict().items()}
+    saved = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    if shapes != saved:
+        names = sorted(name for name in shapes | saved if shapes.get(name) != saved.get(name))
+        raise CheckpointError(
+            f"{checkpoint.path} is from other networks: {len(names)} tensors differ, for example "
+            f"{names[0]} with shape {saved.get(names[0])} instead of {shapes.get(names[0])}."
+        )
+
+
+def _restore_model(loss: LossModule, env: TransformedEnv, state: Mapping[str, Any]) -> None:
+    loss.load_state_dict(state["loss"])
+    env.load_state_dict(state["transforms"])
+
+
+def _capture_training(assembly: Assembly) -> dict[str, Any]:
+    trainer = assembly.trainer
+    updater = trainer.target_net_updater
+    return {
+        "frames": trainer.collected_frames,
+        "updates": trainer._optim_count,
+        "hooks": {name: _plain(hook.state_dict()) for name, hook in trainer._modules.items()},
+        "target_updater": None if updater is None else _plain(updater.state_dict()),
+        "random": _capture_random(),
+    }
+
+
+def _restore_training(assembly: Assembly, state: Mapping[str, Any]) -> None:
+    trainer = assembly.trainer
+    trainer.collected_frames = state["frames"]
+    trainer._optim_count = state["updates"]
+    for name, hook in trainer._modules.items():
+        hook.load_state_dict(state["hooks"][name])
+    if trainer.target_net_updater is not None:
+        trainer.target_net_updater.load_state_dict(state["target_updater"])
+    _restore_random(state["random"])
+
+
+def _capture_environment(assembly: Assembly) -> dict[str, Any]:
+    collector = assembly.collector
+    returns = [t._discounted_return for t in assembly.env.transform if _follows_returns(t)]
+    return {
+        "simulators": _plain(assembly.env.base_env.state_dict()),
+        "discounted_returns": [None if r is None else r.clone() for r in returns],
+        "carrier": _plain_tensordict(collector._carrier),
+        "frames": collector._frames,
+        "iterations": collector._iter,
+        "trajectories": _plain(collector._traj_pool.state_dict()),
+    }
+
+
+def _restore_environment(assembly: Assembly, state: Mapping[str, Any]) -> None:
+    collector = assembly.collector
+    assembly.env.base_env.load_state_dict(state["simulators"])
+    transforms = [t for t in assembly.env.transform if _follows_returns(t)]
+    for transform, returns in zip(transforms, state["discounted_returns"], strict=True):
+        transform._discounted_return = returns
+    collector._carrier = _tensordict(state["carrier"])
+    collector._frames, collector._iter = state["frames"], state["iterations"]
+    collector._traj_pool.load_state_dict(state["trajectories"])
+
+
+def _follows_returns(transform: object) -> bool:
+    return isinstance(transform, ReturnStdScaling)
+
+
+def _capture_replay(buffer: TensorDictReplayBuffer) -> dict[str, Any]:
+    count = len(buffer)
+    data = None if count == 0 else _plain_tensordict(buffer.storage.get(slice(0, count)))
+    return {"data": data, "writer": _plain(buffer.writer.state_dict())}
+
+
+def _restore_replay(buffer: TensorDictReplayBuffer, state: Mapping[str, Any]) -> None:
+    buffer.empty()
+    if state["data"] is not None:
+        data = _tensordict(state["data"])
+        buffer.storage.set(slice(0, len(data)), data)
+    buffer.writer.load_state_dict(state["writer"])
+    # Where the newest step is: trajectories end there once the buffer has gone round.
+    cursor = int(buffer.writer._cursor) - 1
+    buffer.storage._set_last_cursor(cursor % buffer.storage.max_size if len(buffer) else None)
+
+
+def _capture_random() -> dict[str, Any]:
+    legacy: Any = np.random.get_state()
+    name, keys, position, has_gauss, gauss = legacy
+    return {
+        "torch": torch.get_rng_state(),
+        "cuda": torch.cuda.get_rng_state_all() if torch.cuda.is_available() else [],
+        "numpy": (name, torch.from_numpy(keys.astype(np.int64)), position, has_gauss, gauss),
+        "python": random.getstate(),
+    }
+
+
+def _restore_random(state: Mapping[str, Any]) -> None:
+    torch.set_rng_state(state["torch"])
+    if len(state["cuda"]) == torch.cuda.device_count():
+        torch.cuda.set_rng_state_all(state["cuda"])
+    name, keys, position, has_gauss, gauss = state["numpy"]
+    np.random.set_state((name, keys.numpy().astype(np.uint32), position, has_gauss, gauss))
+    random.setstate(state["python"])
+
+
+# Plain data --------------------------------------------------------------------------------------
+
+
+def _plain(value: Any) -> Any:
+    """Copies of tensors, in dictionaries and lists that can be saved and loaded safely."""
+    if isinstance(value, Tensor):
+        return value.detach().cpu().clone()
+    if isinstance(value, TensorDictBase):
+        return _plain_tensordict(value)
+    if isinstance(value, Mapping):
+        return {key: _plain(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(_plain(item) for item in value)
+    return value
+
+
+def _plain_tensordict(data: TensorDictBase) -> dict[str, Any]:
+    return {
+        "entries": _plain(data.to_dict()),
+        "batch_size": list(data.batch_size),
+        "names": list(data.names),
+    }
+
+
+def _tensordict(state: Mapping[str, Any]) -> TensorDict:
+    return TensorDict(
+        state["entries"], batch_size=state["batch_size"], names=state["names"], device="cpu"
+    )
