@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torchrl.objectives import ClipPPOLoss, LossModule
+from torchrl.objectives import LossModule
+
+from minerva_torchrl.objectives.clip_ppo import DirectClipPPOLoss
 
 __all__ = [
     "PopArtClipPPOLoss",
@@ -286,7 +288,7 @@ def popart_normalize(loss: LossModule, *values: Tensor) -> tuple[Tensor, ...]:
         return tuple(head.normalize(value) for value in values)
 
 
-class PopArtClipPPOLoss(ClipPPOLoss):
+class PopArtClipPPOLoss(DirectClipPPOLoss):
     r"""Clipped PPO loss whose value error is taken on the scale of a :class:`PopArtHead`.
 
     Value, target and stored value are all turned into :math:`(x - \mu) / \sigma` before the value

@@ -125,12 +125,10 @@ def _restore_model(loss: LossModule, env: TransformedEnv, state: Mapping[str, An
 
 def _capture_training(assembly: Assembly) -> dict[str, Any]:
     trainer = assembly.trainer
-    updater = trainer.target_net_updater
     return {
         "frames": trainer.collected_frames,
         "updates": trainer._optim_count,
         "hooks": {name: _plain(hook.state_dict()) for name, hook in trainer._modules.items()},
-        "target_updater": None if updater is None else _plain(updater.state_dict()),
         "random": _capture_random(),
     }
 
@@ -141,8 +139,6 @@ def _restore_training(assembly: Assembly, state: Mapping[str, Any]) -> None:
     trainer._optim_count = state["updates"]
     for name, hook in trainer._modules.items():
         hook.load_state_dict(state["hooks"][name])
-    if trainer.target_net_updater is not None:
-        trainer.target_net_updater.load_state_dict(state["target_updater"])
     _restore_random(state["random"])
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -11,7 +11,9 @@ from torch.optim import Optimizer
 from torchrl.objectives.common import LossModule
 from torchrl.trainers.trainers import OptimizationStepper
 
-__all__ = ["NonFiniteError", "PhasedStepper", "descend"]
+from minerva_torchrl.objectives.duals import DualVariable
+
+__all__ = ["NonFiniteError", "PhasedStepper", "Undo", "backward", "dual_tensors", "step_if"]
 
 
 class NonFiniteError(RuntimeError):
@@ -21,10 +23,10 @@ class NonFiniteError(RuntimeError):
 class PhasedStepper(OptimizationStepper):
     """A stepper that takes the phases of a loss one by one, with several optimisers.
 
-    An update whose losses or gradients are not finite changes neither parameters nor optimisers. It
-    is counted on the device, so that nothing waits for it: with a fused optimiser
-    (``torch.optim.Adam(..., fused=True)``) the step is left out on the device as well, with any
-    other one the decision is made on the host.
+    An update whose losses or gradients are not finite changes nothing: neither parameters nor
+    optimisers, in none of its phases. It is counted on the device, so that nothing waits for it:
+    with a fused optimiser (``torch.optim.Adam(..., fused=True)``) the step is left out on the
+    device as well, with any other one the decision is made on the host.
     """
 
     _optimizer_names: tuple[str, ...]
@@ -68,9 +70,9 @@ class PhasedStepper(OptimizationStepper):
             if optimizer is not None:
                 yield name, optimizer
 
-    def _count(self, *finite: Tensor) -> None:
-        """Count the update as left out unless all flags are true."""
-        left_out = ~torch.stack(finite).all()
+    def _count(self, taken: Tensor) -> None:
+        """Count the update, as left out unless a 0-d flag is true."""
+        left_out = ~taken
         if self._skips is None:
             self._skips = torch.zeros(3, dtype=torch.int64)
         total, in_a_row, longest = self._skips.to(left_out.device).unbind()
@@ -91,50 +93,86 @@ class PhasedStepper(OptimizationStepper):
             )
 
 
-def descend(
-    loss: Tensor,
-    optimizer: Optimizer,
-    max_norm: float | None = None,
-    *,
-    lr_scale: float = 1.0,
-    unless: Tensor | None = None,
-) -> Tensor:
-    """One optimiser step on a loss, with clipping by the joint norm of its gradients.
+def backward(loss: Tensor, optimizer: Optimizer, max_norm: float | None = None) -> Tensor:
+    """Gradients of an optimiser's parameters, clipped by their joint norm.
 
     Args:
-        loss (Tensor): the loss.
-        optimizer (Optimizer): steps if the norm of all gradients of its parameters is finite.
+        loss (Tensor): the loss, 0-d.
+        optimizer (Optimizer): has the parameters.
         max_norm (float, optional): largest norm.
 
-    Keyword Args:
-        lr_scale (float): factor on the learning rates. Defaults to ``1``.
-        unless (Tensor, optional): a 0-d flag; if it is true, no step is taken.
-
     Returns:
-        Whether the step was taken, 0-d.
+        Whether the loss and all gradients are finite, 0-d.
     """
     optimizer.zero_grad()
     loss.backward()
-    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    parameters = _parameters(optimizer)
     norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
     if max_norm is not None:
         nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
-    taken = norm.isfinite() if unless is None else norm.isfinite() & ~unless
+    return (norm + loss.detach()).isfinite()
+
+
+def step_if(taken: Tensor, optimizer: Any, *, lr_scale: float = 1.0) -> None:
+    """One optimiser step, if a 0-d flag is true.
+
+    Args:
+        taken (Tensor): the flag.
+        optimizer (Optimizer): has parameters with gradients.
+
+    Keyword Args:
+        lr_scale (float): factor on the learning rates. Defaults to ``1``.
+    """
+    fused = all(group.get("fused") for group in optimizer.param_groups)
+    if not fused and not taken:
+        return
     # Scaled for this step only, so that schedulers and checkpoints see the nominal rates.
     rates = [group["lr"] for group in optimizer.param_groups]
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate * lr_scale
-    _step_if(taken, optimizer)
+    if fused:  # what gradient scalers use: the flag is read on the device
+        optimizer.found_inf = (~taken).float()
+    optimizer.step()
+    if fused:
+        del optimizer.found_inf
     for group, rate in zip(optimizer.param_groups, rates, strict=True):
         group["lr"] = rate
-    return taken
 
 
-def _step_if(taken: Tensor, optimizer: Any) -> None:
-    if all(group.get("fused") for group in optimizer.param_groups):
-        # What gradient scalers use: a fused optimiser reads the flag on the device.
-        optimizer.found_inf = (~taken).float()
-        optimizer.step()
-        del optimizer.found_inf
-    elif taken:
-        optimizer.step()
+class Undo:
+    """Takes back what happens to some parameters and optimisers, for those of few numbers.
+
+    Args:
+        *optimizers (Optimizer): whose parameters and state to remember; ``None`` is none.
+        parameters (iterable of Tensor): further parameters.
+    """
+
+    def __init__(self, *optimizers: Optimizer | None, parameters: Iterable[Tensor] = ()) -> None:
+        self._optimizers = [optimizer for optimizer in optimizers if optimizer is not None]
+        self._parameters = list(parameters)
+        self._before = {id(tensor): tensor.detach().clone() for tensor in self._tensors()}
+
+    @torch.no_grad()
+    def unless(self, kept: Tensor) -> None:
+        """Take everything back unless a 0-d flag is true."""
+        for tensor in self._tensors():
+            # An optimiser's state begins with zeros at its first step.
+            before = self._before.get(id(tensor), tensor.new_zeros(()))
+            tensor.copy_(torch.where(kept, tensor, before))
+
+    def _tensors(self) -> Iterator[Tensor]:
+        yield from self._parameters
+        for optimizer in self._optimizers:
+            for parameter in _parameters(optimizer):
+                yield parameter
+                state = optimizer.state.get(parameter, {})
+                yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+def dual_tensors(loss: LossModule) -> list[Tensor]:
+    """The dual variables of a loss, those that are solved for as well as the learned ones."""
+    return [module.raw for module in loss.modules() if isinstance(module, DualVariable)]
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]

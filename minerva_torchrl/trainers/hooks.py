@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
+from torchrl.collectors import BaseCollector
 from torchrl.data import ReplayBuffer
 from torchrl.envs import MultiStepTransform
 from torchrl.objectives import HardUpdate, SoftUpdate
@@ -24,9 +25,13 @@ __all__ = [
     "Minibatches",
     "ReplayMemory",
     "make_target_updater",
+    "refuse_random_frames",
     "run_first",
     "weights_to_collector",
 ]
+
+_TRAJECTORY = ("collector", "traj_ids")
+_IDS_PER_GAP = 2**40  # more than a collector gives out
 
 
 def make_target_updater(
@@ -54,6 +59,16 @@ def make_target_updater(
     assert period is not None
     # HardUpdate(n) copies at every call n + 1.
     return HardUpdate(loss, value_network_update_interval=period - 1)
+
+
+def refuse_random_frames(collector: BaseCollector) -> None:
+    """Raise if a collector acts at random at first: it stores log-probabilities of zero then."""
+    if getattr(collector, "init_random_frames", 0):
+        raise ValueError(
+            "collector must not have init_random_frames: it stores log-probabilities of zero for "
+            "random actions. The policy acts from the first frame on; where that is not wanted for "
+            "training, use warmup_frames of MPOTrainer."
+        )
 
 
 def run_first(trainer: Trainer, stage: str, hook: Any) -> None:
@@ -194,6 +209,7 @@ class ReplayMemory(TrainerHookBase):
         self.keys = None if keys is None else list(keys)
         self.sequence_length = sequence_length
         self.device = device
+        self._gaps = 0
         # Without the empty done_keys a transition that reaches a terminal state after fewer than n
         # steps would not be marked as terminal, and its target would go on from there.
         self._multi_step = MultiStepTransform(n_steps, gamma, done_keys=[]) if n_steps > 1 else None
@@ -213,12 +229,23 @@ class ReplayMemory(TrainerHookBase):
         """Store a collected batch ``[*K, T]``."""
         if self.keys is not None:
             batch = batch.select(*self.keys, strict=False)
+        if self._gaps and _TRAJECTORY in batch.keys(True):
+            ids = batch.get(_TRAJECTORY).to(torch.int64) + self._gaps * _IDS_PER_GAP
+            batch = batch.copy().set(_TRAJECTORY, ids)
         if self._multi_step is not None:
             batch = self._multi_step.inv(batch)
+            # A copy: collectors may write their next batch into the same memory.
+            self._multi_step._buffer = self._multi_step._buffer.clone()
             if batch is None:  # fewer steps so far than one transition spans
                 return
             batch = batch.exclude("gamma", "nonterminal", ("next", "original_reward"))
         self.replay_buffer.extend(batch.reshape(-1))
+
+    def leave_gap(self) -> None:
+        """A batch was left out: let neither transitions nor sequences reach across it."""
+        self._gaps += 1
+        if self._multi_step is not None:
+            self._multi_step._buffer = None
 
     def sample(self, batch: TensorDictBase | None = None) -> TensorDictBase:
         """Draw a batch to train on; what was collected last is not needed for it."""
@@ -231,8 +258,9 @@ class ReplayMemory(TrainerHookBase):
         """The steps that wait for their n-step transition; the buffer has a state of its own."""
         waiting = None if self._multi_step is None else self._multi_step._buffer
         if waiting is None:
-            return {}
+            return {"gaps": self._gaps}
         return {
+            "gaps": self._gaps,
             "waiting": waiting.to_dict(),
             "batch_size": list(waiting.batch_size),
             "names": waiting.names,
@@ -240,16 +268,14 @@ class ReplayMemory(TrainerHookBase):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` returned."""
-        if self._multi_step is not None:
-            self._multi_step._buffer = (
-                TensorDict(
-                    state_dict["waiting"],
-                    batch_size=state_dict["batch_size"],
-                    names=state_dict["names"],
-                )
-                if state_dict
-                else None
-            )
+        self._gaps = state_dict["gaps"]
+        if self._multi_step is None:
+            return
+        waiting = state_dict.get("waiting")
+        if waiting is not None:
+            names, batch_size = state_dict["names"], state_dict["batch_size"]
+            waiting = TensorDict(waiting, batch_size=batch_size, names=names)
+        self._multi_step._buffer = waiting
 
 
 class Minibatches(TrainerHookBase):

@@ -14,7 +14,12 @@ from torchrl.trainers import Trainer
 from torchrl.trainers.trainers import TargetNetUpdaterHook
 
 from minerva_torchrl.objectives.mpo import MPOLoss
-from minerva_torchrl.trainers.hooks import FiniteBatches, ReplayMemory, weights_to_collector
+from minerva_torchrl.trainers.hooks import (
+    FiniteBatches,
+    ReplayMemory,
+    refuse_random_frames,
+    weights_to_collector,
+)
 from minerva_torchrl.trainers.steppers import MPOOptimizationStepper
 
 __all__ = ["MPOTrainer"]
@@ -115,12 +120,7 @@ class MPOTrainer(Trainer):
         device: torch.device | str | None = None,
         **kwargs: Any,
     ) -> None:
-        if getattr(collector, "init_random_frames", 0):
-            raise ValueError(
-                "collector must not have init_random_frames: it stores log-probabilities of zero "
-                "for random actions. Use warmup_frames of the trainer: the policy acts, but no "
-                "steps are taken."
-            )
+        refuse_random_frames(collector)
         discount = float(loss_module.value_estimator.gamma)
         if n_steps > 1 and not math.isclose(discount, gamma, rel_tol=1e-6):
             raise ValueError(
@@ -154,10 +154,13 @@ class MPOTrainer(Trainer):
         self.register_op("batch_process", self._store)
         self.finite_batches.register(self)
         self.register_op("post_optim", TargetNetUpdaterHook(target_net_updater))
+        self.register_module("target_net_updater", target_net_updater)
         self.register_op("post_steps", weights_to_collector(self))
 
     def _store(self, batch: TensorDictBase) -> None:
-        if not self.finite_batches.rejected:
+        if self.finite_batches.rejected:
+            self.memory.leave_gap()
+        else:
             self.memory.extend(batch)
 
     def optim_steps(self, batch: TensorDictBase) -> None:

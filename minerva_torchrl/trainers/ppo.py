@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from tensordict import TensorDictBase
@@ -19,6 +20,7 @@ from minerva_torchrl.objectives.ppo import estimate_advantage, ppo_kl_k3
 from minerva_torchrl.trainers.hooks import (
     FiniteBatches,
     Minibatches,
+    refuse_random_frames,
     run_first,
     weights_to_collector,
 )
@@ -66,6 +68,7 @@ def make_ppo_trainer(
     Returns:
         The trainer. ``trainer.finite_batches`` counts what was left out.
     """
+    refuse_random_frames(collector)
     check_count("minibatch_size", minibatch_size)
     if frames_per_batch % minibatch_size:
         raise ValueError(
@@ -94,12 +97,19 @@ def make_ppo_trainer(
     if target_kl is not None:
         KLEarlyStop(target_kl).register(trainer)
     if lr_scheduler is not None:
-        trainer.register_op("post_steps", lr_scheduler.step)
+        trainer.register_op("post_steps", partial(_step_quietly, lr_scheduler))
         trainer.register_module("lr_scheduler", lr_scheduler)
     trainer.finite_batches = FiniteBatches(max_skipped)
     trainer.finite_batches.register(trainer)
     trainer.register_op("post_steps", weights_to_collector(trainer))
     return trainer
+
+
+def _step_quietly(scheduler: LRScheduler) -> None:
+    with warnings.catch_warnings():
+        # The optimiser may have had nothing to do: rollouts that are not finite are left out.
+        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+        scheduler.step()
 
 
 class KLEarlyStop(TrainerHookBase):

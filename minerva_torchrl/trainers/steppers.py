@@ -13,7 +13,7 @@ from torchrl.objectives import ClipPPOLoss
 from minerva_torchrl.objectives._checks import check_choice, check_count, check_positive
 from minerva_torchrl.objectives.mpo import MPOLoss
 from minerva_torchrl.objectives.vmpo import VMPOLoss
-from minerva_torchrl.trainers._phases import PhasedStepper, descend
+from minerva_torchrl.trainers._phases import PhasedStepper, Undo, backward, dual_tensors, step_if
 
 __all__ = ["MPOOptimizationStepper", "PPOOptimizationStepper", "VMPOOptimizationStepper"]
 
@@ -115,6 +115,10 @@ class MPOOptimizationStepper(PhasedStepper):
         metrics = self.update(trainer.loss_module, sub_batch)
         replay_buffer: Any = getattr(trainer, "replay_buffer", None)
         if hasattr(replay_buffer, "update_tensordict_priority"):
+            key = trainer.loss_module.tensor_keys.priority
+            priority = sub_batch.get(key)
+            # What is not finite can't be learned from: the last to be drawn again.
+            sub_batch.set(key, torch.where(priority.isfinite(), priority, 0.0))
             replay_buffer.update_tensordict_priority(sub_batch)
         return metrics
 
@@ -130,25 +134,30 @@ class MPOOptimizationStepper(PhasedStepper):
             they are after the update.
         """
         self._refuse_unreduced(loss)
+        undo = Undo(self.optimizer_dual, parameters=dual_tensors(loss))
         e_step = loss.e_step(tensordict)
         loss_qvalue, metrics_qvalue = loss.qvalue_loss(tensordict, e_step)
         m_step = loss.m_step(e_step)
         dual_losses = loss.dual_losses(e_step, m_step)
         dual_loss = torch.stack(list(dual_losses.values())).sum()
-        # Known before the first step, so that a batch is used by all phases or by none.
-        broken = ~(loss_qvalue + dual_loss).isfinite()
 
-        taken = [descend(loss_qvalue, self.optimizer_critic, self.clip_critic, unless=broken)]
+        taken = backward(loss_qvalue, self.optimizer_critic, self.clip_critic)
+        taken &= backward(dual_loss, self.optimizer_dual, self.clip_dual)
         if self.dual_order == "dual_first":
-            taken.append(self._step_duals(loss, dual_loss, broken))
-        for i in range(self.num_policy_steps):
-            if i > 0:
-                m_step = loss.m_step(e_step)
+            self._step_duals(loss, taken)
+        loss_actor, metrics_actor = loss.actor_loss(tensordict, e_step, m_step)
+        taken &= backward(loss_actor, self.optimizer_actor, self.clip_actor)
+        step_if(taken, self.optimizer_critic)
+        step_if(taken, self.optimizer_actor)
+        for _ in range(1, self.num_policy_steps):
+            m_step = loss.m_step(e_step)
             loss_actor, metrics_actor = loss.actor_loss(tensordict, e_step, m_step)
-            taken.append(descend(loss_actor, self.optimizer_actor, self.clip_actor, unless=broken))
+            finite = backward(loss_actor, self.optimizer_actor, self.clip_actor)
+            step_if(finite & taken, self.optimizer_actor)
         if self.dual_order == "simultaneous":
-            taken.append(self._step_duals(loss, dual_loss, broken))
-        self._count(*taken)
+            self._step_duals(loss, taken)
+        undo.unless(taken)
+        self._count(taken)
 
         metrics_qvalue.pop("td_error")
         losses = {"loss_qvalue": loss_qvalue, "loss_actor": loss_actor, **dual_losses}
@@ -156,10 +165,9 @@ class MPOOptimizationStepper(PhasedStepper):
         detached = {name: value.detach() for name, value in losses.items()}
         return TensorDict({**detached, **metrics}, batch_size=[])
 
-    def _step_duals(self, loss: MPOLoss, dual_loss: Tensor, broken: Tensor) -> Tensor:
-        taken = descend(dual_loss, self.optimizer_dual, self.clip_dual, unless=broken)
+    def _step_duals(self, loss: MPOLoss, taken: Tensor) -> None:
+        step_if(taken, self.optimizer_dual)
         loss.project_duals_()
-        return taken
 
 
 class VMPOOptimizationStepper(PhasedStepper):
@@ -268,22 +276,28 @@ class VMPOOptimizationStepper(PhasedStepper):
                 "optimizer_temperature must be given exactly if the loss has "
                 f"temperature_update='gradient'; it has {loss.temperature_update!r}."
             )
+        undo = Undo(self.optimizer_temperature, parameters=dual_tensors(loss))
         e_step = loss.e_step(tensordict)
-        broken = ~e_step.temperature_loss.detach().isfinite()
-        taken = []
+        taken = e_step.temperature_loss.detach().isfinite()
         if self.optimizer_temperature is not None:
-            taken.append(descend(e_step.temperature_loss, self.optimizer_temperature))
-        for _ in range(self.num_policy_steps):
+            taken = backward(e_step.temperature_loss, self.optimizer_temperature)
+            step_if(taken, self.optimizer_temperature)
+        for i in range(self.num_policy_steps):
+            undo_alpha = Undo(self.optimizer_alpha)
             m_step = loss.m_step(tensordict, e_step)
             alpha_losses = loss.alpha_losses(e_step, m_step)
             alpha_loss = torch.stack(list(alpha_losses.values())).sum()
-            scaled: Any = {"lr_scale": self.lr_scale, "unless": broken}
-            taken.append(descend(alpha_loss, self.optimizer_alpha, **scaled))
+            taken = taken & backward(alpha_loss, self.optimizer_alpha)
+            step_if(taken, self.optimizer_alpha, lr_scale=self.lr_scale)
             loss.project_duals_()
             loss_actor, metrics_actor = loss.actor_loss(tensordict, e_step, m_step)
             loss_critic, metrics_critic = loss.critic_loss(tensordict)
-            taken.append(descend(loss_actor + loss_critic, self.optimizer, self.clip, **scaled))
-        self._count(*taken)
+            taken &= backward(loss_actor + loss_critic, self.optimizer, self.clip)
+            step_if(taken, self.optimizer, lr_scale=self.lr_scale)
+            undo_alpha.unless(taken)
+            if i == 0:
+                undo.unless(taken)
+        self._count(taken)
         losses = {
             "loss_actor": loss_actor,
             "loss_critic": loss_critic,
@@ -359,5 +373,7 @@ class PPOOptimizationStepper(PhasedStepper):
         self._refuse_unreduced(loss)
         output = loss(tensordict)
         losses = [value for name, value in output.items() if name.startswith("loss_")]
-        self._count(descend(torch.stack(losses).sum(), self.optimizer, self.clip))
+        taken = backward(torch.stack(losses).sum(), self.optimizer, self.clip)
+        step_if(taken, self.optimizer)
+        self._count(taken)
         return TensorDict({name: value.detach().mean() for name, value in output.items()})

@@ -12,7 +12,11 @@ from torchrl.trainers import Trainer
 from torchrl.trainers.trainers import TargetNetUpdaterHook
 
 from minerva_torchrl.objectives.vmpo import VMPOLoss
-from minerva_torchrl.trainers.hooks import FiniteBatches, weights_to_collector
+from minerva_torchrl.trainers.hooks import (
+    FiniteBatches,
+    refuse_random_frames,
+    weights_to_collector,
+)
 from minerva_torchrl.trainers.steppers import VMPOOptimizationStepper
 
 __all__ = ["VMPOTrainer"]
@@ -88,6 +92,7 @@ class VMPOTrainer(Trainer):
         device: torch.device | str | None = None,
         **kwargs: Any,
     ) -> None:
+        refuse_random_frames(collector)
         if (target_net_updater is not None) != (loss_module.old_policy == "target"):
             raise ValueError(
                 "target_net_updater must be given exactly if the loss has old_policy='target'; it "
@@ -109,6 +114,7 @@ class VMPOTrainer(Trainer):
         self.finite_batches.register(self)
         if target_net_updater is not None:
             self.register_op("post_optim", TargetNetUpdaterHook(target_net_updater))
+            self.register_module("target_net_updater", target_net_updater)
         self.register_op("post_steps", weights_to_collector(self))
 
     def _to_device(self, batch: TensorDictBase) -> TensorDictBase:

@@ -389,5 +389,7 @@ class TestInsideALoss:
         ):
             make_ppo_loss(actor, critic, loss_class=PopArtClipPPOLoss)
         plain = make_ppo_loss(actor, critic)
-        with pytest.raises(ValueError, match="exactly one PopArtHead, got ClipPPOLoss with 0"):
+        with pytest.raises(
+            ValueError, match="exactly one PopArtHead, got DirectClipPPOLoss with 0"
+        ):
             popart_update_(plain, torch.zeros(3, 1))

@@ -333,7 +333,8 @@ class TestMPOTrainer:
         if allowed:
             instantiate(config.trainer)
         else:
-            with pytest.raises(InstantiationException, match=r"gamma must be that of .* got 0.9 and 0.99"):
+            message = r"gamma must be that of .* got 0.9 and 0.99"
+            with pytest.raises(InstantiationException, match=message):
                 instantiate(config.trainer)
 
 
@@ -420,7 +421,7 @@ class TestVMPOTrainer:
     def test_target_updater_goes_with_a_target_policy(
         self, composed: Compose, override: str
     ) -> None:
-        with pytest.raises(InstantiationException, match="old_policy|any target parameters"):
+        with pytest.raises(InstantiationException, match=r"old_policy|any target parameters"):
             instantiate(composed(VMPO, override).trainer)
 
     def test_whole_parts_used_by_name(self, composed: Compose) -> None:

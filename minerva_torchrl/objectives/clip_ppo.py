@@ -1,0 +1,140 @@
+"""TorchRL's clipped PPO loss, with a short way for ordinary minibatches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from tensordict.nn import CompositeDistribution, dispatch
+from torch import Tensor
+from torch import distributions as D
+from torchrl._utils import is_compiling
+from torchrl.modules.distributions.utils import has_analytic_entropy
+from torchrl.objectives import ClipPPOLoss
+from torchrl.objectives.utils import _clip_value_loss, distance_loss
+
+from minerva_torchrl.objectives._calls import call_module, get_dist
+
+__all__ = ["DirectClipPPOLoss"]
+
+_MASKS = (("collector", "mask"), "shifted_valid")
+
+
+class DirectClipPPOLoss(ClipPPOLoss):
+    """A :class:`~torchrl.objectives.ClipPPOLoss` that is twice as fast on small minibatches.
+
+    With minibatches of 64 frames most of the loss's time goes into TensorDicts, exchanges of
+    parameters and checks. An ordinary minibatch (it has its advantages, one action, no masks, and
+    the loss no delayed actor) takes a shorter way to the same numbers; any other one, and one in
+    ``torch.compile``, takes TorchRL's.
+
+    Takes the arguments of :class:`~torchrl.objectives.ClipPPOLoss`.
+    """
+
+    @dispatch
+    def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """All losses and metrics of a minibatch."""
+        if is_compiling() or not self._is_ordinary(tensordict):
+            return super().forward(tensordict)
+        keys = self.tensor_keys
+        advantage = tensordict.get(keys.advantage)
+        advantage = self._maybe_normalize_advantage(advantage, tensordict, update_norm=False)
+        dist = self._current_dist(tensordict)
+        if isinstance(dist, CompositeDistribution) or not has_analytic_entropy(dist):
+            return super().forward(tensordict)
+        log_prob = dist.log_prob(tensordict.get(keys.action))
+        old_log_prob = tensordict.get(keys.sample_log_prob)
+        if log_prob.shape != old_log_prob.shape or advantage.shape != (*log_prob.shape, 1):
+            return super().forward(tensordict)  # which knows what to do, or what to say
+        log_weight = log_prob - old_log_prob
+        output = self._objective(log_weight, advantage.squeeze(-1))
+        if self.entropy_bonus:
+            entropy = dist.entropy()
+            output["entropy"] = entropy.detach().mean()
+            output["loss_entropy"] = self._sum_or_mean(-self.entropy_coeff * entropy)
+        if self._has_critic:
+            output |= self._critic(tensordict)
+        output |= _weight_metrics(log_weight.detach())
+        return TensorDict(output)
+
+    def _is_ordinary(self, tensordict: TensorDictBase) -> bool:
+        keys = self.tensor_keys
+        return (
+            self.reduction in ("mean", "sum")
+            and self.functional
+            and not self.delay_actor
+            and self.max_importance_ratio is None
+            and self._entropy_coeff_map is None
+            and self.loss_mask_key == "auto"
+            and isinstance(keys.action, str)
+            and isinstance(keys.sample_log_prob, str)
+            and tensordict.get(keys.advantage, None) is not None
+            and all(tensordict.get(mask, None) is None for mask in _MASKS)
+        )
+
+    def _current_dist(self, tensordict: TensorDictBase) -> D.Distribution:
+        inputs = tensordict.select(*self.actor_network.in_keys)
+        if _in_place(self.actor_network, self.actor_network_params):
+            return get_dist(self.actor_network, inputs)
+        with self.actor_network_params.to_module(self.actor_network, preserve_module_state=False):
+            return get_dist(self.actor_network, inputs)
+
+    def _value(self, tensordict: TensorDictBase) -> Tensor:
+        inputs = tensordict.select(*self.critic_network.in_keys)
+        if self.separate_losses:
+            inputs = inputs.detach()
+        if not self.separate_losses and _in_place(self.critic_network, self.critic_network_params):
+            return call_module(self.critic_network, inputs).get(self.tensor_keys.value)
+        with self.critic_network_params.to_module(self.critic_network, preserve_module_state=False):
+            return call_module(self.critic_network, inputs).get(self.tensor_keys.value)
+
+    def _objective(self, log_weight: Tensor, advantage: Tensor) -> dict[str, Tensor]:
+        clipped = log_weight.clamp(*self._clip_bounds)
+        gain = torch.minimum(log_weight.exp() * advantage, clipped.exp() * advantage)
+        with torch.no_grad():
+            clip_fraction = (clipped != log_weight).to(log_weight.dtype).mean()
+        return {
+            "loss_objective": self._sum_or_mean(-gain),
+            "clip_fraction": clip_fraction,
+            "kl_approx": -log_weight.detach().mean(),
+        }
+
+    def _critic(self, tensordict: TensorDictBase) -> dict[str, Tensor]:
+        keys = self.tensor_keys
+        target = tensordict.get(keys.value_target)
+        old_value = tensordict.get(keys.value) if self.clip_value else None
+        inputs: Any = self._critic_loss_inputs(target, self._value(tensordict), old_value)
+        target, value, old_value = inputs
+        loss = distance_loss(target, value, loss_function=self.loss_critic_type)
+        output = {}
+        if old_value is not None:
+            loss, output["value_clip_fraction"] = _clip_value_loss(
+                old_value, value, self.clip_value, target, loss, self.loss_critic_type
+            )
+        output["loss_critic"] = self._sum_or_mean(self.critic_coeff * loss)
+        if self.log_explained_variance:
+            with torch.no_grad():
+                total = target.var(correction=0, dim=0) + torch.finfo(target.dtype).eps
+                output["explained_variance"] = 1 - (target - value).var(correction=0, dim=0) / total
+        return output
+
+    def _sum_or_mean(self, loss: Tensor) -> Tensor:
+        return loss.mean() if self.reduction == "mean" else loss.sum()
+
+
+@torch.no_grad()
+def _weight_metrics(log_weight: Tensor) -> dict[str, Tensor]:
+    ess = (2 * log_weight.logsumexp(0) - (2 * log_weight).logsumexp(0)).exp()
+    ratio = log_weight.exp()
+    return {
+        "ESS": ess / log_weight.shape[0],
+        "max_ratio": ratio.max(),
+        "mean_ratio": ratio.mean(),
+    }
+
+
+def _in_place(module: torch.nn.Module, params: Any) -> bool:
+    """Whether a module still holds the very parameters that a loss trains."""
+    pairs = zip(module.parameters(), params.parameters(), strict=False)
+    return all(own is trained for own, trained in pairs)
