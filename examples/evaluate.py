@@ -12,7 +12,7 @@ import argparse
 import sys
 from typing import Any
 
-from minerva_torchrl.runs import CheckpointError, evaluate, load_policy
+from minerva_torchrl.runs import CheckpointError, ConfigError, evaluate, load_policy
 from minerva_torchrl.runs.video import require_video_support, write_video
 
 
@@ -26,6 +26,8 @@ def parse_args() -> argparse.Namespace:
     args = parser.parse_args()
     if args.episodes < 1:
         parser.error(f"--episodes must be at least 1, got {args.episodes}")
+    if args.seed is not None and not 0 <= args.seed < 2**32:
+        parser.error(f"--seed must be between 0 and 2**32 - 1, got {args.seed}")
     if args.video and not args.video.endswith(".mp4"):
         parser.error(f"--video must end in .mp4, got {args.video}")
     return args
@@ -58,5 +60,5 @@ def main() -> None:
 if __name__ == "__main__":
     try:
         main()
-    except (CheckpointError, ImportError) as error:
+    except (CheckpointError, ConfigError, ImportError) as error:
         sys.exit(f"error: {error}")

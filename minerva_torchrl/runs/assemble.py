@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModule
 from torch import Tensor, nn
@@ -250,6 +252,9 @@ def assemble(config: RunConfig) -> Assembly:
     """
     device = resolve_device(config.device)
     torch.manual_seed(config.seed)
+    # Not used here, but some environments do.
+    random.seed(config.seed)
+    np.random.seed(config.seed)
     env = make_training_env(config)
     loss = make_actor_and_loss(config, env, device)
     if config.compile.enabled:
@@ -273,14 +278,21 @@ def assemble(config: RunConfig) -> Assembly:
         "progress_bar": False,
         "auto_log_optim_steps": False,
     }
+    buffer = _replay_buffer(config) if isinstance(config, MPOConfig) else None
+    try:
+        trainer = _make_trainer(config, loss, buffer, common)
+    except (ValueError, TypeError) as error:
+        raise ConfigError([f"optim: {error}"]) from error
+    return Assembly(env, collector, loss, trainer, buffer)
+
+
+def _make_trainer(config: RunConfig, loss: Any, buffer: Any, common: dict[str, Any]) -> Trainer:
     if isinstance(config, MPOConfig):
-        buffer = _replay_buffer(config)
-        trainer = _mpo_trainer(config, loss, buffer, common)
-        return Assembly(env, collector, loss, trainer, buffer)
+        return _mpo_trainer(config, loss, buffer, common)
     if isinstance(config, VMPOConfig):
-        return Assembly(env, collector, loss, _vmpo_trainer(config, loss, common))
+        return _vmpo_trainer(config, loss, common)
     assert isinstance(config, PPOConfig)
-    return Assembly(env, collector, loss, _ppo_trainer(config, loss, common))
+    return _ppo_trainer(config, loss, common)
 
 
 def _compile_networks(loss: LossModule, mode: str) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import shlex
 import sys
 from pathlib import Path
 from typing import Any
 
 from hydra.core.hydra_config import HydraConfig
 from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
 from minerva_torchrl.runs.checkpoints import CheckpointError, open_checkpoint
 from minerva_torchrl.runs.run import Run, check_same_run
@@ -35,12 +38,14 @@ def train(config: DictConfig) -> None:
     try:
         run = _make_run(OmegaConf.to_container(config, resolve=True))  # type: ignore[arg-type]
         summary = run.train()
-    except (ConfigError, CheckpointError) as error:
+    except (ConfigError, CheckpointError, OmegaConfBaseException) as error:
         _write(*(f"error: {line}" for line in str(error).splitlines()))
         raise SystemExit(2) from None
     except NonFiniteError as error:
         _write(f"error: {error}", f"The last good checkpoint: {run.run_dir / 'checkpoints/last'}")
         raise SystemExit(1) from None
+    if not summary:
+        return
     if run.stopped_by is not None:
         _write(f"Saved at {summary['frames']:,} frames. Go on with:", f"  {run.resume_command()}")
         raise SystemExit(0)  # a sweep ends here, too
@@ -58,22 +63,25 @@ def _make_run(settings: dict[str, Any]) -> Run:
     config = resumed_config(run_dir, overrides)
     if config.algo != settings["algo"]:
         raise ConfigError([f"{run_dir} is a run of {config.algo}, not of {settings['algo']}."])
+    if not os.path.lexists(run_dir / "checkpoints" / "last"):
+        return Run(config, run_dir, restart=True)  # it was ended before its first checkpoint
     checkpoint = open_checkpoint(run_dir)
     check_same_run(config, checkpoint)
     return Run(config, run_dir, checkpoint=checkpoint)
 
 
 def _last_lines(run: Run, summary: dict[str, Any]) -> list[str]:
-    script, folder = sys.argv[0], run.run_dir
-    more = 2 * run.config.total_frames
+    folder, more = run.run_dir, 2 * run.config.total_frames
+    returns = [summary["final_return"], summary["best_return"]]
+    final, best = ("unknown" if value is None else f"{value:.1f}" for value in returns)
+    script, quoted = shlex.quote(sys.argv[0]), shlex.quote(str(folder))
     return [
         f"{summary['algo']} {summary['env']}: {summary['frames']:,} frames in "
-        f"{summary['wall_seconds']:.0f} s, final evaluation {summary['final_return']:.1f}, "
-        f"best {summary['best_return']:.1f}",
+        f"{summary['wall_seconds']:.0f} s, final evaluation {final}, best {best}",
         "",
         f"  curve       {folder / 'curve.png'}",
-        f"  watch       python examples/evaluate.py {folder} --episodes 10",
-        f"  go on       python {script} resume={folder} total_frames={more}",
+        f"  watch       python examples/evaluate.py {quoted} --episodes 10",
+        f"  go on       {run.resume_command()} total_frames={more}",
         f"  other task  python {script} env.name=walker-walk total_frames=100_000",
     ]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Literal
@@ -311,8 +312,9 @@ class RunConfig:
         yield from _not_positive(self, "collector.frames_per_batch", "logger.interval")
         yield from _not_positive(self, "eval.interval", "eval.episodes")
         yield from _not_positive(self, "checkpoint.interval", "checkpoint.keep")
-        if not 0 <= self.seed < 2**32:
-            yield f"seed must be between 0 and 2**32 - 1, got {self.seed}."
+        for name, seed in (("seed", self.seed), ("eval.seed", self.eval.seed)):
+            if seed is not None and not 0 <= seed < 2**32:
+                yield f"{name} must be between 0 and 2**32 - 1, got {seed}."
         if self.env.num_workers < 0:
             yield f"env.num_workers must not be negative, got {self.env.num_workers}."
         elif self.env.num_workers > 1 and self.env.num_envs % self.env.num_workers:
@@ -349,6 +351,7 @@ class MPOConfig(RunConfig):
         yield from _not_positive(self, "replay_buffer.size", "replay_buffer.batch_size")
         yield from _not_positive(self, "replay_buffer.n_steps", "replay_buffer.sequence_length")
         yield from _not_positive(self, "optim.updates_per_frame", *_rates(self))
+        yield from _not_positive(self, "network.num_critics", "network.init_scale")
         yield from _not_layers(self, "network.actor_sizes", "network.critic_sizes")
         yield from _not_discount(self, "loss.gamma", "loss.lmbda")
         if estimator == "td0" and buffer.sequence_length > 1:
@@ -365,6 +368,11 @@ class MPOConfig(RunConfig):
             yield (
                 "replay_buffer.n_steps must be 1 for sequences (replay_buffer.sequence_length="
                 f"{buffer.sequence_length}), got {buffer.n_steps}."
+            )
+        if (self.env.max_episode_steps or math.inf) < buffer.sequence_length:
+            yield (
+                "replay_buffer.sequence_length must be at most env.max_episode_steps, got "
+                f"{buffer.sequence_length} and {self.env.max_episode_steps}."
             )
         steps = self.collector.frames_per_batch // max(self.env.num_envs, 1)
         if self.env.num_envs > 1 and buffer.sequence_length > steps:
@@ -411,7 +419,7 @@ class OnPolicyConfig(RunConfig):
     def problems(self) -> Iterator[str]:
         """What is impossible about these settings, one line each."""
         yield from super().problems()
-        yield from _not_positive(self, *_rates(self))
+        yield from _not_positive(self, "network.init_scale", *_rates(self))
         yield from _not_layers(self, "network.actor_sizes", "network.critic_sizes")
         yield from _not_discount(self, "loss.gamma", "loss.lmbda")
 

@@ -13,7 +13,7 @@ from torchrl.record.loggers import Logger, TensorboardLogger, WandbLogger
 from minerva_torchrl.runs.config import LoggerConfig
 from minerva_torchrl.runs.strict import ConfigError
 
-__all__ = ["check_backend", "make_logger"]
+__all__ = ["check_backend", "close_logger", "make_logger"]
 
 
 def check_backend(config: LoggerConfig) -> None:
@@ -43,12 +43,20 @@ def make_logger(config: LoggerConfig, run_dir: Path, hparams: Mapping[str, Any])
     logger = WandbLogger(
         exp_name=run_dir.name,
         offline=config.mode == "offline",
-        save_dir=str(run_dir),
+        save_dir=str(run_dir.resolve()),  # wandb runs in a process and folder of its own
         project=config.project,
         id=_wandb_id(run_dir),
     )
     logger.log_hparams(dict(hparams))
     return logger
+
+
+def close_logger(logger: Logger | None) -> None:
+    """Write what is left, so that another run of the same process gets a logger of its own."""
+    if isinstance(logger, WandbLogger):
+        logger.experiment.finish()
+    elif logger is not None:
+        logger.experiment.close()
 
 
 def _wandb_id(run_dir: Path) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import fcntl
 import logging
+import re
 import shlex
 import sys
 import time
@@ -26,7 +27,7 @@ from minerva_torchrl.runs.checkpoints import Checkpoint, CheckpointError, Checkp
 from minerva_torchrl.runs.config import RunConfig
 from minerva_torchrl.runs.curve import draw_curve
 from minerva_torchrl.runs.evaluation import evaluate
-from minerva_torchrl.runs.loggers import check_backend, make_logger
+from minerva_torchrl.runs.loggers import check_backend, close_logger, make_logger
 from minerva_torchrl.runs.metrics import MetricsBuffer
 from minerva_torchrl.runs.progress import Progress
 from minerva_torchrl.runs.records import CsvTable, replace_file, write_json
@@ -34,8 +35,9 @@ from minerva_torchrl.runs.signals import StopRequest
 from minerva_torchrl.runs.strict import ConfigError
 from minerva_torchrl.runs.video import require_video_support, write_video
 
-__all__ = ["Run"]
+__all__ = ["Run", "check_same_run", "resume_argument"]
 
+_LOCK = ".lock"
 _EVAL_COLUMNS = ("frames", "return_mean", "return_std", "return_min", "return_max", "length_mean")
 
 
@@ -52,6 +54,8 @@ class Run:
 
     Keyword Args:
         checkpoint (Checkpoint, optional): where to go on, a checkpoint of the same run.
+        restart (bool): begin again in the folder of a run that has no checkpoint yet. Defaults to
+            ``False``.
         stream (text stream, optional): where progress is shown. Defaults to ``sys.stderr``.
 
     Examples:
@@ -77,6 +81,7 @@ class Run:
         run_dir: Path,
         *,
         checkpoint: Checkpoint | None = None,
+        restart: bool = False,
         stream: TextIO | None = None,
     ) -> None:
         problems = list(config.problems())
@@ -84,10 +89,8 @@ class Run:
             raise ConfigError(problems)
         self.config, self.run_dir, self._checkpoint = config, run_dir, checkpoint
         self._stream = sys.stderr if stream is None else stream
-        if checkpoint is None and run_dir.exists() and any(run_dir.iterdir()):
-            raise ConfigError(
-                [f"run_dir {run_dir} is not empty. Choose another, or go on with resume={run_dir}."]
-            )
+        self._new = checkpoint is None and not restart
+        self._check_folder()
         self._check_requirements()
         # TorchRL's notes would tear the progress bar.
         logging.getLogger("torchrl").setLevel(logging.WARNING)
@@ -111,12 +114,23 @@ class Run:
         """Frames collected so far."""
         return self.assembly.trainer.collected_frames
 
+    @property
+    def is_complete(self) -> bool:
+        """Whether there is nothing left to do."""
+        return self.frames >= self.config.total_frames
+
     def train(self) -> dict[str, Any]:
         """Train to the end, or until asked to stop.
 
         Returns:
-            What ``summary.json`` has.
+            What ``summary.json`` has; nothing if the run was complete before.
         """
+        if self.is_complete:
+            self._stream.write(
+                f"{self.run_dir} is complete: it has {self.frames:,} frames. Give a larger "
+                "total_frames to go on.\n"
+            )
+            return {}
         with self._own_folder():
             self._open_records()
             self._start = time.perf_counter()
@@ -133,6 +147,7 @@ class Run:
                     self._train()
             finally:
                 self._progress.close()
+                close_logger(self._logger)
                 trainer.collector.shutdown()
                 self._eval_env.close(raise_if_closed=False)
             return self._finish()
@@ -140,17 +155,11 @@ class Run:
     def _train(self) -> None:
         trainer = self.assembly.trainer
         if self._checkpoint is None:
-            self._evaluate()
             self._save()  # so that a run can be resumed from its first moment on
-        if self.frames >= self.config.total_frames:
-            self._progress.write(
-                f"{self.run_dir} is complete: it has {self.frames:,} frames. Give a larger "
-                "total_frames to go on."
-            )
-            return
-        if not self._exact:
-            trainer.register_op("batch_process", self._end_episodes_if_saving)
-            trainer._batch_process_ops.insert(0, trainer._batch_process_ops.pop())
+            if not self._exact:
+                snapshot.cut_episodes(self.assembly)
+        if self.frames == 0:
+            self._evaluate()
         trainer.register_op("pre_steps_log", self._metrics.add_batch)
         trainer.register_op("post_optim_complete_log", self._metrics.add_losses)
         trainer.register_op("post_steps_log", self._after_batch)
@@ -178,18 +187,6 @@ class Run:
         """Whether a multiple of the interval was passed with the last batch."""
         batch = self.config.collector.frames_per_batch * self.config.env.frame_skip
         return self.frames // interval > (self.frames - batch) // interval
-
-    def _end_episodes_if_saving(self, batch: TensorDictBase) -> None:
-        """Let episodes end where a checkpoint will be, for simulators that can't be restored.
-
-        New ones begin after it, in this run and in one that is resumed from it.
-        """
-        frames = batch.numel() * self.config.env.frame_skip
-        interval = self.config.checkpoint.interval
-        if (self.frames + frames) // interval > self.frames // interval:
-            after = batch["next"]
-            after["truncated"][..., -1, :] |= ~after["terminated"][..., -1, :]
-            after["done"][..., -1, :] = True
 
     def _evaluate(self) -> None:
         if self._last_evaluated == self.frames:
@@ -288,18 +285,42 @@ class Run:
         except RuntimeError as error:
             raise ConfigError([f"eval.video: {error}"]) from None
 
+    def _check_folder(self) -> None:
+        if self.run_dir.exists() and not self.run_dir.is_dir():
+            raise ConfigError([f"run_dir {self.run_dir} is a file."])
+        names = {path.name for path in self.run_dir.glob("*")} if self._new else set()
+        if names - {_LOCK}:
+            raise ConfigError(
+                [
+                    f"run_dir {self.run_dir} is not empty. Choose another, or go on with "
+                    f"{resume_argument(self.run_dir)}."
+                ]
+            )
+
     def _own_folder(self) -> TextIO:
         """Make the folder, and hold a lock on it until the returned file is closed."""
-        self.run_dir.mkdir(parents=True, exist_ok=True)
-        lock = open(self.run_dir / ".lock", "w")  # noqa: SIM115
+        try:
+            self.run_dir.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError([f"run_dir {self.run_dir} can't be made: {error}"]) from None
+        lock = open(self.run_dir / _LOCK, "w")  # noqa: SIM115
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._check_folder()  # again: another run may have come and gone
         except OSError:
             lock.close()
             raise ConfigError([f"run_dir {self.run_dir} is in use by another process."]) from None
+        except ConfigError:
+            lock.close()
+            raise
         return lock
 
     def _open_records(self) -> None:
+        try:
+            self._evaluations = CsvTable(self.run_dir / "eval.csv", _EVAL_COLUMNS)
+            self._table = CsvTable(self.run_dir / "metrics.csv", ("frames", "updates"))
+        except ValueError as error:
+            raise CheckpointError(str(error)) from None
         settings = asdict(self.config)
         settings["run_dir"], settings["resume"] = str(self.run_dir), None
         with replace_file(self.run_dir / "config.yaml") as file:
@@ -308,15 +329,14 @@ class Run:
             self.run_dir / "checkpoints", keep=self.config.checkpoint.keep
         )
         self._store.clean()
-        self._evaluations = CsvTable(self.run_dir / "eval.csv", _EVAL_COLUMNS)
-        self._table = CsvTable(self.run_dir / "metrics.csv", ("frames", "updates"))
         self._metrics = MetricsBuffer()
-        if self._checkpoint is not None:  # what came after it will come again
-            self._evaluations.drop_after(self.frames)
-            self._table.drop_after(self.frames)
-            for row in self._evaluations.rows():
-                self._best_return = max(self._best_return, row["return_mean"])
-                self._last_evaluated = int(row["frames"])
+        # What came after the checkpoint will come again.
+        done = -1 if self._checkpoint is None else self.frames
+        self._evaluations.drop_after(done)
+        self._table.drop_after(done)
+        for row in self._evaluations.rows():
+            self._best_return = max(self._best_return, row["return_mean"])
+            self._last_evaluated = int(row["frames"])
         self._logger = make_logger(self.config.logger, self.run_dir, _lists(settings))
 
     def _finish(self) -> dict[str, Any]:
@@ -345,7 +365,16 @@ class Run:
 
     def resume_command(self) -> str:
         """What to type to go on with this run."""
-        return f"python {shlex.quote(sys.argv[0])} resume={shlex.quote(str(self.run_dir))}"
+        return f"python {shlex.quote(sys.argv[0])} {shlex.quote(resume_argument(self.run_dir))}"
+
+
+def resume_argument(run_dir: Path) -> str:
+    """The setting that goes on with a run, as Hydra reads it."""
+    path = str(run_dir)
+    if not re.fullmatch(r"[\w./-]+", path):
+        escaped = path.replace("\\", "\\\\").replace('"', '\\"')
+        path = f'"{escaped}"'
+    return f"resume={path}"
 
 
 class _DespiteErrors:

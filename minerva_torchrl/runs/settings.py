@@ -54,7 +54,7 @@ def parse_config(algo: str, settings: Mapping[str, Any]) -> RunConfig:
     if algo not in CONFIGS:
         raise ConfigError([f"algo must be one of {', '.join(CONFIGS)}, got {algo!r}."])
     preset = settings.get("preset", "default")
-    if preset not in PRESETS[algo]:
+    if not isinstance(preset, str) or preset not in PRESETS[algo]:
         raise ConfigError(
             [f"preset must be one of {', '.join(PRESETS[algo])} for {algo}, got {preset!r}."]
         )

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
+from torch.optim.lr_scheduler import LambdaLR
 from torchrl.data import TensorDictReplayBuffer
 from torchrl.envs import TransformedEnv
 from torchrl.objectives.common import LossModule
@@ -59,18 +60,26 @@ def restore(assembly: Assembly, checkpoint: Checkpoint) -> None:
     """
     parts = {name: checkpoint.load(name) for name in checkpoint.parts}
     missing = {"model", "training", "environment"} - parts.keys()
+    missing |= {name for name, part in parts.items() if not part}
     if missing:
         raise CheckpointError(
             f"{checkpoint.path} is not a checkpoint to resume from: it has no "
             f"{', '.join(sorted(missing))}."
         )
-    _check_fits(assembly.loss, parts["model"]["loss"], checkpoint)
-    _restore_model(assembly.loss, assembly.env, parts["model"])
-    if "replay" in parts and assembly.replay_buffer is not None:
-        _restore_replay(assembly.replay_buffer, parts["replay"])
-    _restore_environment(assembly, parts["environment"])
-    # Last, because anything above may have drawn random numbers.
-    _restore_training(assembly, parts["training"])
+    try:
+        _check_fits(assembly.loss, parts["model"]["loss"], checkpoint)
+        _check_environments(assembly, parts["environment"], checkpoint)
+        _restore_model(assembly.loss, assembly.env, parts["model"])
+        if "replay" in parts and assembly.replay_buffer is not None:
+            _restore_replay(assembly.replay_buffer, parts["replay"])
+        _restore_environment(assembly, parts["environment"])
+        # Last, because anything above may have drawn random numbers.
+        _restore_training(assembly, parts["training"])
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError(
+            f"{checkpoint.path} does not fit the run: {type(error).__name__}, {reason}"
+        ) from error
 
 
 def restore_model(loss: LossModule, env: TransformedEnv, checkpoint: Checkpoint) -> None:
@@ -98,6 +107,9 @@ def cut_episodes(assembly: Assembly) -> None:
     right after loading, it makes both go on alike.
     """
     collector = assembly.collector
+    memory = getattr(assembly.trainer, "memory", None)
+    if memory is not None:  # nothing stored may reach from the old episodes into the new ones
+        memory.leave_gap()
     collector._carrier = collector.env.reset()
     ids = collector._traj_pool.get_traj_and_increment(collector.n_env, device="cpu")
     ids = ids.view(collector.env.batch_size)
@@ -115,6 +127,17 @@ def _check_fits(loss: LossModule, state: Mapping[str, Any], checkpoint: Checkpoi
         raise CheckpointError(
             f"{checkpoint.path} is from other networks: {len(names)} tensors differ, for example "
             f"{names[0]} with shape {saved.get(names[0])} instead of {shapes.get(names[0])}."
+        )
+
+
+def _check_environments(
+    assembly: Assembly, state: Mapping[str, Any], checkpoint: Checkpoint
+) -> None:
+    saved, wanted = state["carrier"]["batch_size"], list(assembly.env.batch_size)
+    if saved != wanted:
+        raise CheckpointError(
+            f"{checkpoint.path} is from other environments: their shape is {saved} instead of "
+            f"{wanted}."
         )
 
 
@@ -139,6 +162,10 @@ def _restore_training(assembly: Assembly, state: Mapping[str, Any]) -> None:
     trainer._optim_count = state["updates"]
     for name, hook in trainer._modules.items():
         hook.load_state_dict(state["hooks"][name])
+        if isinstance(hook, LambdaLR):  # its end may have moved
+            groups = hook.optimizer.param_groups
+            for group, base, factor in zip(groups, hook.base_lrs, hook.lr_lambdas, strict=True):
+                group["lr"] = base * factor(hook.last_epoch)
     _restore_random(state["random"])
 
 

@@ -1,0 +1,165 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torchrl.objectives import HardUpdate, SoftUpdate
+
+from minerva_torchrl.presets import PRESETS, mpo_preset, ppo_preset, vmpo_preset
+from minerva_torchrl.runs import parse_config
+from minerva_torchrl.runs.assemble import Assembly, assemble
+from minerva_torchrl.runs.config import CONFIGS
+
+ALL = [(algo, name) for algo, presets in PRESETS.items() for name in presets]
+
+
+def build(algo: str, preset: str, **settings: object) -> Assembly:
+    """A run with a preset as it is, on a task that costs little."""
+    env = {"name": "gym:Pendulum-v1"}
+    return assemble(parse_config(algo, {"preset": preset, "env": env, **settings}))
+
+
+def rates(optimizer: torch.optim.Optimizer) -> list[float]:
+    return [group["lr"] for group in optimizer.param_groups]
+
+
+@pytest.mark.parametrize(("algo", "name"), ALL)
+def test_has_no_problems_and_names_settings_only(algo: str, name: str) -> None:
+    config = parse_config(algo, {"preset": name})
+    assert list(config.problems()) == []
+    assert config.preset == name
+    for section, values in PRESETS[algo][name].settings().items():
+        for key, value in values.items():
+            found = getattr(getattr(config, section), key)
+            assert found == (tuple(value) if isinstance(value, list) else value)
+
+
+@pytest.mark.parametrize("algo", list(PRESETS))
+def test_default_is_what_the_settings_say(algo: str) -> None:
+    assert parse_config(algo, {}) == CONFIGS[algo]()
+
+
+def test_other_settings_change_a_preset() -> None:
+    config = parse_config("mpo", {"preset": "acme", "loss": {"gamma": 0.9}, "seed": 2})
+    assert (config.loss.gamma, config.loss.init_temperature, config.seed) == (0.9, 10.0, 2)
+
+
+def test_lookups_by_name() -> None:
+    assert mpo_preset("acme") is PRESETS["mpo"]["acme"]
+    assert vmpo_preset("minerva-seed") is PRESETS["vmpo"]["minerva-seed"]
+    assert ppo_preset("default") is PRESETS["ppo"]["default"]
+    with pytest.raises(ValueError, match="acme"):
+        ppo_preset("acme")
+
+
+# What they come to -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("algo", "name"), ALL)
+def test_can_be_built(algo: str, name: str) -> None:
+    assembly = build(algo, name)
+    config = parse_config(algo, {"preset": name})
+    assert assembly.collector.requested_frames_per_batch == config.collector.frames_per_batch
+    assert assembly.env.batch_size == (config.env.num_envs,)
+
+
+def test_acme() -> None:
+    assembly = build("mpo", "acme")
+    loss, trainer = assembly.loss, assembly.trainer
+    stepper = trainer.optimization_stepper
+    assert loss.policy_states == "next"
+    assert loss.action_penalization
+    assert loss.temperature().item() == pytest.approx(10.0)
+    assert loss.penalty_temperature().item() == pytest.approx(10.0)
+    assert loss.alpha_stddev().unique().tolist() == pytest.approx([1000.0])
+    assert trainer.optim_steps_per_batch == 10
+    assert trainer.warmup_frames == 1000
+    assert assembly.replay_buffer.batch_size == 256
+    assert isinstance(trainer.target_net_updater, HardUpdate)
+    assert (stepper.clip_critic, stepper.clip_actor, stepper.clip_dual) == (40.0, 40.0, None)
+    # Temperatures and multipliers share a rate unless a preset says otherwise.
+    assert rates(stepper.optimizer_dual) == [1e-2, 1e-2]
+    assert rates(stepper.optimizer_critic) == rates(stepper.optimizer_actor) == [1e-4]
+
+
+def test_tonic() -> None:
+    assembly = build("mpo", "tonic")
+    stepper, updater = assembly.trainer.optimization_stepper, assembly.trainer.target_net_updater
+    assert isinstance(updater, SoftUpdate)
+    assert updater.eps == pytest.approx(1 - 0.005)
+    assert (stepper.clip_critic, stepper.clip_actor, stepper.clip_dual) == (None, None, None)
+    assert assembly.loss.policy_states == "current"
+    assert assembly.loss.temperature().item() == pytest.approx(1.3133)
+    assert assembly.trainer.optim_steps_per_batch == 50
+
+
+def test_minerva_seed_of_mpo() -> None:
+    assembly = build("mpo", "minerva-seed")
+    loss, stepper = assembly.loss, assembly.trainer.optimization_stepper
+    temperature, multipliers = stepper.optimizer_dual.param_groups
+    assert (temperature["lr"], multipliers["lr"]) == (1e-3, 1e-2)
+    assert [id(p) for p in temperature["params"]] == [id(loss.temperature.raw)]
+    expected = {id(loss.alpha_mean.raw), id(loss.alpha_stddev.raw)}
+    assert {id(p) for p in multipliers["params"]} == expected
+    assert {group["eps"] for group in stepper.optimizer_actor.param_groups} == {1e-5}
+    assert stepper.dual_order == "dual_first"
+    assert (stepper.clip_critic, stepper.clip_actor, stepper.clip_dual) == (1.0, 1.0, 1.0)
+    assert not loss.action_penalization
+    assert (loss.policy_states, loss.sequence_steps) == ("current", "first")
+    assert loss.num_action_samples == 64
+    assert loss.value_estimator.gamma == pytest.approx(0.98)
+
+
+def test_every_dual_is_optimised_once() -> None:
+    for preset in PRESETS["mpo"]:
+        assembly = build("mpo", preset)
+        groups = assembly.trainer.optimization_stepper.optimizer_dual.param_groups
+        optimised = [id(p) for group in groups for p in group["params"]]
+        assert sorted(optimised) == sorted(id(p) for p in assembly.loss.dual_parameters())
+
+
+def test_minerva_seed_of_vmpo() -> None:
+    assembly = build("vmpo", "minerva-seed")
+    loss, stepper = assembly.loss, assembly.trainer.optimization_stepper
+    assert stepper.num_policy_steps == 64
+    assert (stepper.clip, stepper.lr_scale) == (0.5, 1.0)
+    assert rates(stepper.optimizer) == [1e-4, 1e-4]
+    assert rates(stepper.optimizer_alpha) == rates(stepper.optimizer_temperature) == [1e-4]
+    assert [*stepper.optimizer_temperature.param_groups[0]["params"]] == [loss.temperature.raw]
+    assert (loss.temperature_update, loss.kl_samples) == ("gradient", "selected")
+    assert loss.top_k_fraction == 0.7
+
+
+def test_default_of_vmpo_solves_the_temperature() -> None:
+    stepper = build("vmpo", "default").trainer.optimization_stepper
+    assert stepper.optimizer_temperature is None
+    assert (stepper.num_policy_steps, stepper.clip) == (16, 1.0)
+
+
+def test_minerva_seed_of_ppo() -> None:
+    trainer = build("ppo", "minerva-seed").trainer
+    assert rates(trainer.optimization_stepper.optimizer) == [2e-4]
+    assert trainer.optimization_stepper.optimizer.param_groups[0]["eps"] == 1e-5
+    assert trainer.num_epochs == 10
+    [minibatches] = [m for n, m in trainer._modules.items() if "minibatch" in n]
+    assert minibatches.batch_size == 32
+
+
+def test_settings_without_a_preset_reach_their_objects() -> None:
+    settings = {
+        "optim": {"target_period": 7, "lr_temperature": 0.5, "num_policy_steps": 3},
+        "replay_buffer": {"size": 600, "n_steps": 1, "sequence_length": 4},
+        "loss": {"value_estimator": "retrace", "lmbda": 0.5},
+        "network": {"num_critics": 2, "init_scale": 0.25},
+        "max_skipped": 4,
+    }
+    assembly = build("mpo", "default", **settings)
+    stepper = assembly.trainer.optimization_stepper
+    assert assembly.trainer.target_net_updater.value_network_update_interval == 6
+    assert stepper.num_policy_steps == 3
+    assert rates(stepper.optimizer_dual) == [0.5, 1e-2]
+    assert assembly.replay_buffer.storage.max_size == 600
+    assert assembly.replay_buffer.batch_size == 128 * 4
+    assert assembly.trainer.finite_batches.limit == 4
+    assert float(assembly.loss.value_estimator.lmbda) == 0.5
+    observation = assembly.env.reset()
+    assert assembly.actor(observation)["scale"].mean().item() == pytest.approx(0.25, abs=0.1)
