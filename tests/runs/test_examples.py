@@ -11,7 +11,6 @@ import pytest
 
 from minerva_torchrl.runs import Run, load_config, open_checkpoint
 from tests.runs.tiny import (
-    EXAMPLES,
     SCRIPTS,
     arguments,
     column,
