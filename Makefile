@@ -16,7 +16,7 @@ help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s  %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 train: $(STAMP) ## train MPO on cartpole-balance in a few minutes (ARGS="..." changes settings)
-	@$(BIN)/python examples/mpo_dmc.py total_frames=20_000 eval.interval=2_000 $(ARGS)
+	@$(BIN)/python examples/mpo_dmc.py total_frames=16_000 eval.interval=2_000 $(ARGS)
 
 test: $(STAMP) ## run the tests (ARGS="..." goes to pytest)
 	@$(PYTEST) $(ARGS)
