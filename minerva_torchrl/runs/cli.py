@@ -63,11 +63,18 @@ def _make_run(settings: dict[str, Any]) -> Run:
     config = resumed_config(run_dir, overrides)
     if config.algo != settings["algo"]:
         raise ConfigError([f"{run_dir} is a run of {config.algo}, not of {settings['algo']}."])
-    if not os.path.lexists(run_dir / "checkpoints" / "last"):
-        return Run(config, run_dir, restart=True)  # it was ended before its first checkpoint
+    if _has_just_begun(run_dir):
+        return Run(config, run_dir, restart=True)
     checkpoint = open_checkpoint(run_dir)
     check_same_run(config, checkpoint)
     return Run(config, run_dir, checkpoint=checkpoint)
+
+
+def _has_just_begun(run_dir: Path) -> bool:
+    """Whether a run was ended before its first checkpoint, so that there is nothing to lose."""
+    evaluations = run_dir / "eval.csv"
+    rows = evaluations.read_bytes().count(b"\n") - 1 if evaluations.exists() else 0
+    return rows <= 0 and not os.path.lexists(run_dir / "checkpoints" / "last")
 
 
 def _last_lines(run: Run, summary: dict[str, Any]) -> list[str]:

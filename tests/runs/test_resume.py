@@ -293,10 +293,7 @@ def test_episodes_end_at_the_checkpoints_of_inexact_simulators(
     train(tmp_path, "mpo-retrace", total_frames=140, **changes)
     entries = stored(tmp_path)
     # Batches of 20 are stored one environment after the other; the cut is in the fifth.
-    after = {name: value.reshape(7, num_envs, -1) for name, value in entries["next"].items()}
-    assert after["truncated"][4, :, -1].all()
-    assert after["done"][4, :, -1].all()
-    assert not after["terminated"].any()
+    assert not entries["next"]["terminated"].any()
     assert episodes_are_whole(entries)
     ids = entries["collector"]["traj_ids"].reshape(7, num_envs, -1)
     assert (ids[4, :, -1] != ids[5, :, 0]).all()

@@ -1,0 +1,180 @@
+"""Time one update of MPO: critic, duals and policy.
+
+    python benchmarks/mpo_update.py --config c20 --threads 2
+    python benchmarks/mpo_update.py --config h64 --json
+
+`minerva_torchrl[default]` and `minerva_torchrl[minerva-seed]` are `MPOLoss` with
+`MPOOptimizationStepper`; each is compared with a floor that does the same mathematics. The
+mathematics of the two presets differs: one draw of samples per update against two.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import torch
+from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
+from torchrl.data import Bounded
+from torchrl.modules import IndependentNormal, ProbabilisticActor, ValueOperator
+
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from _harness import check_same_parameters, make_parser, measure, report, start, without_prefix
+from mpo_floor import Critic, FloorSettings, MPOFloor, Policy
+
+from minerva_torchrl import MPOLoss, MPOOptimizationStepper
+from minerva_torchrl.modules import GaussianPolicy, StateActionCritic
+from minerva_torchrl.presets import mpo_preset
+from minerva_torchrl.trainers import make_target_updater
+
+Config = tuple[int, int, int, tuple[int, ...], int]  # observation, action, batch, layers, samples
+CONFIGS: dict[str, Config] = {
+    "c20": (17, 6, 256, (512, 256), 20),
+    "c64": (17, 6, 256, (512, 256), 64),
+    "h64": (67, 21, 512, (512, 512, 256), 64),
+}
+RATES = (3e-4, 3e-4, 1e-2)  # critic, actor, duals
+
+
+def make_data(config: Config) -> TensorDict:
+    obs, action, batch, _, _ = config
+    end = torch.zeros(batch, 1, dtype=torch.bool)
+    following = {"observation": torch.randn(batch, obs), "reward": torch.rand(batch, 1)}
+    following |= {"done": end, "terminated": end}
+    data = {"observation": torch.randn(batch, obs), "action": torch.rand(batch, action) * 2 - 1}
+    return TensorDict({**data, "next": following}, [batch])
+
+
+def make_ours(config: Config, preset_name: str) -> tuple[MPOLoss, MPOOptimizationStepper]:
+    obs, action, _, layers, samples = config
+    preset = mpo_preset(preset_name)
+    actor = ProbabilisticActor(
+        TensorDictModule(GaussianPolicy(obs, action, layers), ["observation"], ["loc", "scale"]),
+        in_keys=["loc", "scale"],
+        spec=Bounded(-1.0, 1.0, (action,)),
+        distribution_class=IndependentNormal,
+    )
+    critic = StateActionCritic(obs, action, layers)
+    critic = ValueOperator(critic, in_keys=["observation", "action"])
+    loss = MPOLoss(actor, critic, **{**preset.loss, "num_action_samples": samples})
+    loss.make_value_estimator(gamma=0.99)
+    adam = {"fused": True, **preset.adam}
+    lr_critic, lr_actor, lr_dual = RATES
+    stepper = MPOOptimizationStepper(
+        torch.optim.Adam(loss.qvalue_network_params.parameters(), lr=lr_critic, **adam),
+        torch.optim.Adam(loss.actor_network_params.parameters(), lr=lr_actor, **adam),
+        torch.optim.Adam(loss.dual_parameters(), lr=lr_dual, **adam),
+        **preset.stepper,
+    )
+    return loss, stepper
+
+
+def make_floor(loss: MPOLoss, stepper: MPOOptimizationStepper, adam: dict[str, float]) -> MPOFloor:
+    """A floor with the weights and the settings of a loss and a stepper."""
+    networks = {}
+    for name in ("actor_network", "target_actor_network"):
+        state = _module_state(loss, name, "module.0.module.")
+        networks[name] = Policy(state, init_scale=0.5, min_scale=1e-4)
+    for name in ("qvalue_network", "target_qvalue_network"):
+        state = _module_state(loss, name, "module.")
+        networks[name] = Critic(state, loss.qvalue_network.module.obs_dim)
+    names = ["temperature", "alpha_mean", "alpha_stddev"]
+    names += ["penalty_temperature"] if loss.action_penalization else []
+    settings = FloorSettings(
+        num_samples=loss.num_action_samples,
+        shared_draw=loss.policy_states == "next",
+        penalty=loss.action_penalization,
+        epsilon=loss.epsilon.item(),
+        epsilon_mean=loss.epsilon_mean.item(),
+        epsilon_stddev=loss.epsilon_stddev.item(),
+        epsilon_penalty=1e-3,
+        dual_first=stepper.dual_order == "dual_first",
+        clip_networks=stepper.clip_critic,
+        clip_duals=stepper.clip_dual,
+    )
+    return MPOFloor(
+        networks["actor_network"],
+        networks["target_actor_network"],
+        networks["qvalue_network"],
+        networks["target_qvalue_network"],
+        {name: getattr(loss, name).raw for name in names},
+        settings,
+        adam,
+        RATES,
+    )
+
+
+def _module_state(loss: MPOLoss, name: str, inner: str) -> dict[str, torch.Tensor]:
+    return without_prefix(loss.state_dict(), f"{name}_params.{inner}")
+
+
+def _our_name(name: str) -> str:
+    """The package's name for a parameter of the floor's networks."""
+    name = name.replace("norm", "rest.0")
+    return re.sub(r"layers\.(\d+)", lambda found: f"rest.{2 * int(found[1]) + 2}", name)
+
+
+def check_agreement(
+    loss: MPOLoss,
+    stepper: MPOOptimizationStepper,
+    floor: MPOFloor,
+    data: TensorDict,
+    plain: dict[str, torch.Tensor],
+) -> None:
+    """Both take updates with the same random numbers, which must lead to the same parameters."""
+    for seed in range(3):  # of its first gradient, Adam uses the sign only
+        torch.manual_seed(seed)
+        stepper.update(loss, data.clone())
+        torch.manual_seed(seed)
+        floor.update(plain)
+    pairs = (
+        (_module_state(loss, "actor_network", "module.0.module."), floor.policy),
+        (_module_state(loss, "qvalue_network", "module."), floor.critic),
+    )
+    for ours, network in pairs:
+        theirs = {_our_name(name): value for name, value in network.named_parameters()}
+        check_same_parameters(ours, theirs, lr=RATES[0])
+    for name, dual in floor.duals.items():
+        ours = getattr(loss, name)()
+        assert torch.allclose(ours, dual(), rtol=1e-4), f"{name}: {ours} is not {dual()}"
+
+
+def flat(data: TensorDict) -> dict[str, torch.Tensor]:
+    return {
+        "observation": data["observation"],
+        "next_observation": data["next", "observation"],
+        "action": data["action"],
+        "reward": data["next", "reward"].squeeze(-1),
+        "terminated": data["next", "terminated"].squeeze(-1),
+    }
+
+
+def main() -> None:
+    parser = make_parser(__doc__, rounds=9)
+    parser.add_argument("--config", choices=tuple(CONFIGS), default="c20")
+    args = start(parser)
+    config = CONFIGS[args.config]
+    data = make_data(config)
+    plain = flat(data)
+    cases, floors = {}, {}
+    for preset, floor_name in (("default", "floor"), ("minerva-seed", "floor[minerva-seed]")):
+        loss, stepper = make_ours(config, preset)
+        updater = make_target_updater(loss, period=100)
+        floor = make_floor(loss, stepper, mpo_preset(preset).adam)
+        check_agreement(loss, stepper, floor, data, plain)
+
+        def ours(loss=loss, stepper=stepper, updater=updater) -> None:
+            stepper.update(loss, data)
+            updater.step()
+
+        name = f"minerva_torchrl[{preset}]"
+        cases |= {name: ours, floor_name: lambda floor=floor: floor.update(plain)}
+        floors |= {name: floor_name, floor_name: floor_name}
+    results = measure(cases, rounds=args.rounds, clock=args.clock)
+    report(results, config=args.config, as_json=args.json, floors=floors)
+
+
+if __name__ == "__main__":
+    main()
