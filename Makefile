@@ -10,7 +10,7 @@ STAMP := $(VENV)/.installed
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all check format clean
+.PHONY: help train test test-all bench check format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s  %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -23,6 +23,9 @@ test: $(STAMP) ## run the tests (ARGS="..." goes to pytest)
 
 test-all: $(STAMP) ## run the tests, slow ones included
 	@$(PYTEST) -m "slow or not slow" $(ARGS)
+
+bench: $(STAMP) ## run the quick benchmarks (ARGS="--cpu" on a busy machine)
+	@$(BIN)/python benchmarks/quick.py $(ARGS)
 
 check: $(STAMP) ## lint, check the formatting and the types
 	@$(BIN)/python -m ruff check .

@@ -26,7 +26,7 @@ from typing_extensions import Self
 
 from minerva_torchrl.objectives import functional as F
 from minerva_torchrl.objectives._base import DualLossModule
-from minerva_torchrl.objectives._calls import call_module, get_dist
+from minerva_torchrl.objectives._calls import get_dist, is_plain, using
 from minerva_torchrl.objectives._checks import check_choice, check_count
 from minerva_torchrl.objectives._policy import (
     action_bounds,
@@ -271,7 +271,7 @@ class SampledCriticLoss(DualLossModule):
         return action.clamp(self.action_low, self.action_high)
 
     def _dist(self, states: TensorDictBase, params: TensorDictParams) -> D.Distribution:
-        with params.to_module(self.actor_network, preserve_module_state=False):
+        with using(self.actor_network, params):
             return get_dist(self.actor_network, states.select(*self.actor_network.in_keys))
 
     def _q_value(self, states: TensorDictBase, action: Tensor, params: TensorDictParams) -> Tensor:
@@ -295,35 +295,50 @@ class SampledCriticLoss(DualLossModule):
         self, states: TensorDictBase, actions: Sequence[Tensor], params: TensorDictParams
     ) -> list[Tensor]:
         """Values of the ensemble, ``[K, ..., *B]``, for each of several ``[..., *B, D]``."""
+        network = self.qvalue_network
+        if self.num_qvalue_nets > 1:
+            values = [
+                self._vmap_qvalue_network(self._with_action(states, action), params)
+                for action in actions
+            ]
+            q_values = [value.get(self.tensor_keys.state_action_value) for value in values]
+        else:
+            # Once for all actions: exchanging parameters takes as long as a small network.
+            with using(network, params):
+                if is_plain(network) and len(network.out_keys) == 1:
+                    q_values = [self._plain_q_value(states, action) for action in actions]
+                else:
+                    values = [network(self._with_action(states, action)) for action in actions]
+                    q_values = [value.get(self.tensor_keys.state_action_value) for value in values]
+            q_values = [q_value.unsqueeze(0) for q_value in q_values]
+        pairs = zip(q_values, actions, strict=True)
+        return [self._checked(q_value, action.shape[:-1]).squeeze(-1) for q_value, action in pairs]
+
+    def _plain_q_value(self, states: TensorDictBase, action: Tensor) -> Tensor:
+        """Value by the network itself, without TensorDicts in between."""
+        extra = action.shape[: action.ndim - 1 - states.ndim]
+        inputs = [
+            action if key == self.tensor_keys.action else _repeated(states.get(key), extra)
+            for key in self.qvalue_network.in_keys
+        ]
+        return self.qvalue_network.module(*inputs)
+
+    def _with_action(self, states: TensorDictBase, action: Tensor) -> TensorDictBase:
         keys = [key for key in self.qvalue_network.in_keys if key != self.tensor_keys.action]
         inputs = states.select(*keys)
-        if self.num_qvalue_nets > 1:
-            return [
-                self._read_q_value(self._vmap_qvalue_network(data, params), data)
-                for data in (self._with_action(inputs, action) for action in actions)
-            ]
-        # Once for all actions: exchanging parameters takes as long as a small network.
-        with params.to_module(self.qvalue_network, preserve_module_state=False):
-            return [
-                self._read_q_value(call_module(self.qvalue_network, data), data).unsqueeze(0)
-                for data in (self._with_action(inputs, action) for action in actions)
-            ]
-
-    def _with_action(self, inputs: TensorDictBase, action: Tensor) -> TensorDictBase:
         extra = action.shape[: action.ndim - 1 - inputs.ndim]
-        data = inputs.expand(*extra, *inputs.shape) if extra else inputs.copy()
+        data = inputs.expand(*extra, *inputs.shape) if extra else inputs
         return data.set(self.tensor_keys.action, action)
 
-    def _read_q_value(self, output: TensorDictBase, inputs: TensorDictBase) -> Tensor:
-        q_value = output.get(self.tensor_keys.state_action_value)
-        members = (self.num_qvalue_nets,) if self.num_qvalue_nets > 1 else ()
-        if q_value.shape != (*members, *inputs.shape, 1):
+    def _checked(self, q_value: Tensor, shape: torch.Size) -> Tensor:
+        expected = (self.num_qvalue_nets, *shape, 1)
+        if q_value.shape != expected:
             raise ValueError(
                 f"qvalue_network must write {self.tensor_keys.state_action_value!r} of shape "
-                f"{(*inputs.shape, 1)} for a batch of shape {tuple(inputs.shape)}, "
-                f"got {tuple(q_value.shape[len(members) :])}."
+                f"{expected[1:]} for a batch of shape {tuple(shape)}, "
+                f"got {tuple(q_value.shape[1:])}."
             )
-        return q_value.squeeze(-1)
+        return q_value
 
     @torch.no_grad()
     def _value_target(self, tensordict: TensorDictBase, next_value: Tensor) -> Tensor:
@@ -395,6 +410,11 @@ class SampledCriticLoss(DualLossModule):
         """Undo :meth:`_train_steps` by repeating what was computed for the first step."""
         dim = self._first_step_dim(tensordict)
         return x if dim is None else x.unsqueeze(dim).expand(tensordict.shape).clone()
+
+
+def _repeated(x: Tensor, extra: torch.Size) -> Tensor:
+    """``x`` once for each of the extra dimensions, as a view."""
+    return x.expand(*extra, *x.shape) if extra else x
 
 
 def _samples_per_chunk(action: Tensor) -> int:

@@ -198,6 +198,16 @@ class DualLossModule(LossModule):
         return output
 
 
+def masked_means(values: dict[str, Tensor], mask: Tensor | None) -> dict[str, Tensor]:
+    """Means of several ``[*B]`` where ``mask`` ``[*B]`` holds, 0-d, in one go."""
+    stacked = torch.stack(list(values.values()))
+    if mask is None:
+        means = stacked.flatten(1).mean(1)
+    else:
+        means = torch.where(mask, stacked, 0.0).flatten(1).sum(1) / mask.sum().clamp_min(1)
+    return dict(zip(values, means.unbind(), strict=True))
+
+
 def masked_extreme(x: Tensor, mask: Tensor | None, which: Literal["min", "max"]) -> Tensor:
     """Smallest or largest entry of ``x`` ``[N, *B]`` where ``mask`` ``[*B]`` holds."""
     if mask is not None:

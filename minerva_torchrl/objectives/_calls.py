@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch.distributions as D
 from tensordict import TensorDictBase
-from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModule
+from tensordict.nn import (
+    ProbabilisticTensorDictSequential,
+    TensorDictModule,
+    TensorDictParams,
+)
 from torch import nn
+from torchrl._utils import is_compiling
 
-__all__ = ["call_module", "get_dist"]
+__all__ = ["call_module", "get_dist", "is_plain", "using"]
 
 
 def call_module(module: Any, data: TensorDictBase) -> TensorDictBase:
@@ -19,7 +25,7 @@ def call_module(module: Any, data: TensorDictBase) -> TensorDictBase:
     longer than a small layer. Where a module is a plain one, without hooks, special arguments or
     a ``forward`` of its own, the network inside it is called directly.
     """
-    if not _is_plain(module):
+    if not is_plain(module):
         return module(data)
     outputs = module.module(*(data.get(key) for key in module.in_keys))
     if not isinstance(outputs, tuple):
@@ -31,17 +37,28 @@ def call_module(module: Any, data: TensorDictBase) -> TensorDictBase:
     return data
 
 
+def using(module: nn.Module, params: Any) -> Any:
+    """A context in which a module has the given parameters; none if it holds them already."""
+    if isinstance(params, TensorDictParams) and not is_compiling():
+        own, given = list(module.parameters()), list(params.parameters())
+        same = len(own) == len(given) > 0 and all(a is b for a, b in zip(own, given, strict=True))
+        if same and next(module.buffers(), None) is None:
+            return nullcontext()
+    return params.to_module(module, preserve_module_state=False)
+
+
 def get_dist(actor: ProbabilisticTensorDictSequential, data: TensorDictBase) -> D.Distribution:
     """``actor.get_dist(data)`` through :func:`call_module`; writes into ``data``."""
     modules: Any = actor.module
-    if actor._forward_hooks or actor._forward_pre_hooks or not all(map(_is_plain, modules[:-1])):
+    if actor._forward_hooks or actor._forward_pre_hooks or not all(map(is_plain, modules[:-1])):
         return actor.get_dist(data)
     for module in modules[:-1]:
         data = call_module(module, data)
     return modules[-1].get_dist(data)
 
 
-def _is_plain(module: nn.Module) -> bool:
+def is_plain(module: nn.Module) -> bool:
+    """Whether a TensorDict module does nothing but call its network."""
     return (
         isinstance(module, TensorDictModule)
         and type(module).forward is TensorDictModule.forward

@@ -25,7 +25,7 @@ from typing_extensions import Self
 
 from minerva_torchrl.objectives import functional as F
 from minerva_torchrl.objectives._base import DualLossModule
-from minerva_torchrl.objectives._calls import call_module, get_dist
+from minerva_torchrl.objectives._calls import call_module, get_dist, using
 from minerva_torchrl.objectives._checks import check_choice, check_positive
 from minerva_torchrl.objectives.popart import popart_heads, popart_normalize
 
@@ -151,7 +151,7 @@ class AdvantageLoss(DualLossModule):
         self._advantage(tensordict)  # makes the target if the data has none
         target = tensordict.get(keys.value_target)
         critic_input = tensordict.select(*self.critic_network.in_keys)
-        with self.critic_network_params.to_module(self.critic_network, preserve_module_state=False):
+        with using(self.critic_network, self.critic_network_params):
             value = call_module(self.critic_network, critic_input).get(keys.value)
         if value.shape != target.shape:
             raise ValueError(
@@ -204,7 +204,7 @@ class AdvantageLoss(DualLossModule):
     # Policy --------------------------------------------------------------------------------------
 
     def _dist(self, tensordict: TensorDictBase, params: TensorDictParams) -> D.Distribution:
-        with params.to_module(self.actor_network, preserve_module_state=False):
+        with using(self.actor_network, params):
             return get_dist(self.actor_network, tensordict.select(*self.actor_network.in_keys))
 
     def _optional_weight(self, tensordict: TensorDictBase, key: NestedKey) -> Tensor | None:

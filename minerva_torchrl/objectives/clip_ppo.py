@@ -14,7 +14,7 @@ from torchrl.modules.distributions.utils import has_analytic_entropy
 from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.utils import _clip_value_loss, distance_loss
 
-from minerva_torchrl.objectives._calls import call_module, get_dist
+from minerva_torchrl.objectives._calls import call_module, get_dist, using
 
 __all__ = ["DirectClipPPOLoss"]
 
@@ -75,18 +75,14 @@ class DirectClipPPOLoss(ClipPPOLoss):
 
     def _current_dist(self, tensordict: TensorDictBase) -> D.Distribution:
         inputs = tensordict.select(*self.actor_network.in_keys)
-        if _in_place(self.actor_network, self.actor_network_params):
-            return get_dist(self.actor_network, inputs)
-        with self.actor_network_params.to_module(self.actor_network, preserve_module_state=False):
+        with using(self.actor_network, self.actor_network_params):
             return get_dist(self.actor_network, inputs)
 
     def _value(self, tensordict: TensorDictBase) -> Tensor:
         inputs = tensordict.select(*self.critic_network.in_keys)
         if self.separate_losses:
             inputs = inputs.detach()
-        if not self.separate_losses and _in_place(self.critic_network, self.critic_network_params):
-            return call_module(self.critic_network, inputs).get(self.tensor_keys.value)
-        with self.critic_network_params.to_module(self.critic_network, preserve_module_state=False):
+        with using(self.critic_network, self.critic_network_params):
             return call_module(self.critic_network, inputs).get(self.tensor_keys.value)
 
     def _objective(self, log_weight: Tensor, advantage: Tensor) -> dict[str, Tensor]:
@@ -132,9 +128,3 @@ def _weight_metrics(log_weight: Tensor) -> dict[str, Tensor]:
         "max_ratio": ratio.max(),
         "mean_ratio": ratio.mean(),
     }
-
-
-def _in_place(module: torch.nn.Module, params: Any) -> bool:
-    """Whether a module still holds the very parameters that a loss trains."""
-    pairs = zip(module.parameters(), params.parameters(), strict=False)
-    return all(own is trained for own, trained in pairs)

@@ -489,9 +489,11 @@ def masked_mean(x: Tensor, mask: Tensor | None, weights: Tensor | None = None) -
     Returns:
         A 0-d tensor.
     """
-    if mask is None and weights is None:
-        return x.mean()
-    weights = torch.ones_like(x) if weights is None else weights.to(x.dtype)
+    if weights is None:
+        if mask is None:
+            return x.mean()
+        return torch.where(mask, x, 0.0).sum() / mask.sum().clamp_min(1)
+    weights = weights.to(x.dtype)
     if mask is not None:
         x = torch.where(mask, x, 0.0)
         weights = torch.where(mask, weights, 0.0)

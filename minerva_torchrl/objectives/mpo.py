@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -14,7 +15,7 @@ from torchrl.objectives.utils import distance_loss
 
 from minerva_torchrl.objectives import functional as F
 from minerva_torchrl.objectives._actor_critic import SampledCriticLoss
-from minerva_torchrl.objectives._base import masked_extreme
+from minerva_torchrl.objectives._base import masked_extreme, masked_means
 from minerva_torchrl.objectives._checks import check_choice, check_count, check_positive
 from minerva_torchrl.objectives._policy import (
     check_is_gaussian_actor,
@@ -514,26 +515,35 @@ class MPOLoss(SampledCriticLoss):
     def _weight_metrics(
         self, weights: Tensor, q_value: Tensor, mask: Tensor | None
     ) -> dict[str, Tensor]:
-        kl = F.masked_mean(F.sample_kl_to_uniform(weights), mask)
-        return {
-            "kl_q_rel": kl / self.epsilon,
-            "ess": F.masked_mean(F.effective_sample_size(weights), mask),
-            "weight_entropy": F.masked_mean(F.weight_entropy(weights), mask),
-            "q_min": masked_extreme(q_value, mask, "min"),
-            "q_max": masked_extreme(q_value, mask, "max"),
-            "q_mean": F.masked_mean(q_value.mean(0), mask),
-        }
+        entropy = F.weight_entropy(weights)
+        metrics = masked_means(
+            {
+                "kl_q_rel": (math.log(len(weights)) - entropy) / self.epsilon,
+                "ess": F.effective_sample_size(weights),
+                "weight_entropy": entropy,
+                "q_mean": q_value.mean(0),
+            },
+            mask,
+        )
+        metrics["q_min"] = masked_extreme(q_value, mask, "min")
+        metrics["q_max"] = masked_extreme(q_value, mask, "max")
+        return metrics
 
     @torch.no_grad()
     def _policy_metrics(self, e_step: MPOEStep, m_step: MPOMStep) -> dict[str, Tensor]:
-        kl_mean = F.masked_mean(m_step.kl_mean.mean(-1), e_step.mask)
-        kl_stddev = F.masked_mean(m_step.kl_stddev.mean(-1), e_step.mask)
+        means = masked_means(
+            {
+                "cross_entropy": m_step.cross_entropy,
+                "kl_mean": m_step.kl_mean.mean(-1),
+                "kl_stddev": m_step.kl_stddev.mean(-1),
+            },
+            e_step.mask,
+        )
+        scale = m_step.scale.movedim(-1, 0)
         return {
-            "cross_entropy": F.masked_mean(m_step.cross_entropy, e_step.mask),
-            "kl_mean": kl_mean,
-            "kl_stddev": kl_stddev,
-            "kl_mean_rel": kl_mean / self.epsilon_mean,
-            "kl_stddev_rel": kl_stddev / self.epsilon_stddev,
-            "stddev_min": masked_extreme(m_step.scale.movedim(-1, 0), e_step.mask, "min"),
-            "stddev_max": masked_extreme(m_step.scale.movedim(-1, 0), e_step.mask, "max"),
+            **means,
+            "kl_mean_rel": means["kl_mean"] / self.epsilon_mean,
+            "kl_stddev_rel": means["kl_stddev"] / self.epsilon_stddev,
+            "stddev_min": masked_extreme(scale, e_step.mask, "min"),
+            "stddev_max": masked_extreme(scale, e_step.mask, "max"),
         }

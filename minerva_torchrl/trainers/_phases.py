@@ -126,17 +126,19 @@ def step_if(taken: Tensor, optimizer: Any, *, lr_scale: float = 1.0) -> None:
     fused = all(group.get("fused") for group in optimizer.param_groups)
     if not fused and not taken:
         return
-    # Scaled for this step only, so that schedulers and checkpoints see the nominal rates.
     rates = [group["lr"] for group in optimizer.param_groups]
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate * lr_scale
+    if lr_scale != 1:
+        # For this step only, so that schedulers and checkpoints see the nominal rates.
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate * lr_scale
     if fused:  # what gradient scalers use: the flag is read on the device
         optimizer.found_inf = (~taken).float()
     optimizer.step()
     if fused:
         del optimizer.found_inf
-    for group, rate in zip(optimizer.param_groups, rates, strict=True):
-        group["lr"] = rate
+    if lr_scale != 1:
+        for group, rate in zip(optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
 
 
 class Undo:

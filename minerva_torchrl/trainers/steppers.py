@@ -134,7 +134,10 @@ class MPOOptimizationStepper(PhasedStepper):
             they are after the update.
         """
         self._refuse_unreduced(loss)
-        undo = Undo(self.optimizer_dual, parameters=dual_tensors(loss))
+        solved = dual_tensors(loss) if loss.temperature_update == "solve" else ()
+        undo = Undo(
+            self.optimizer_dual if self.dual_order == "dual_first" else None, parameters=solved
+        )
         e_step = loss.e_step(tensordict)
         loss_qvalue, metrics_qvalue = loss.qvalue_loss(tensordict, e_step)
         m_step = loss.m_step(e_step)

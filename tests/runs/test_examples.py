@@ -122,7 +122,9 @@ def test_sweeps_leave_runs_and_nothing_else(workplace: Path) -> None:
     assert {path.name for path in workplace.iterdir()} == {"runs"}
 
 
-@pytest.mark.parametrize("algo", list(SCRIPTS))
+@pytest.mark.parametrize(
+    "algo", ["mpo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("vmpo", "ppo"))]
+)
 def test_help(algo: str, workplace: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert run_script(SCRIPTS[algo], "--help") == 0
     output = capsys.readouterr().out
