@@ -13,7 +13,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from minerva_torchrl.runs.checkpoints import CheckpointError, open_checkpoint
-from minerva_torchrl.runs.run import Run, check_same_run
+from minerva_torchrl.runs.run import Run, check_same_run, python_command
 from minerva_torchrl.runs.settings import (
     default_run_dir,
     explicit_overrides,
@@ -81,15 +81,15 @@ def _last_lines(run: Run, summary: dict[str, Any]) -> list[str]:
     folder, more = run.run_dir, 2 * run.config.total_frames
     returns = [summary["final_return"], summary["best_return"]]
     final, best = ("unknown" if value is None else f"{value:.1f}" for value in returns)
-    script, quoted = shlex.quote(sys.argv[0]), shlex.quote(str(folder))
+    script, quoted = f"{python_command()} {shlex.quote(sys.argv[0])}", shlex.quote(str(folder))
     return [
         f"{summary['algo']} {summary['env']}: {summary['frames']:,} frames in "
         f"{summary['wall_seconds']:.0f} s, final evaluation {final}, best {best}",
         "",
         f"  curve       {folder / 'curve.png'}",
-        f"  watch       python examples/evaluate.py {quoted} --episodes 10",
+        f"  watch       {python_command()} examples/evaluate.py {quoted} --episodes 10",
         f"  go on       {run.resume_command()} total_frames={more}",
-        f"  other task  python {script} env.name=walker-walk total_frames=100_000",
+        f"  other task  {script} env.name=walker-walk total_frames=100_000",
     ]
 
 

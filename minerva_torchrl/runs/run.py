@@ -35,7 +35,7 @@ from minerva_torchrl.runs.signals import StopRequest
 from minerva_torchrl.runs.strict import ConfigError
 from minerva_torchrl.runs.video import require_video_support, write_video
 
-__all__ = ["Run", "check_same_run", "resume_argument"]
+__all__ = ["Run", "check_same_run", "python_command", "resume_argument"]
 
 _LOCK = ".lock"
 _EVAL_COLUMNS = ("frames", "return_mean", "return_std", "return_min", "return_max", "length_mean")
@@ -365,7 +365,15 @@ class Run:
 
     def resume_command(self) -> str:
         """What to type to go on with this run."""
-        return f"python {shlex.quote(sys.argv[0])} {shlex.quote(resume_argument(self.run_dir))}"
+        script, argument = shlex.quote(sys.argv[0]), shlex.quote(resume_argument(self.run_dir))
+        return f"{python_command()} {script} {argument}"
+
+
+def python_command() -> str:
+    """What to type for the Python that runs this: a path if it is in a folder below this one."""
+    here = Path(sys.executable)
+    below = here.is_relative_to(Path.cwd())
+    return shlex.quote(str(here.relative_to(Path.cwd()))) if below else "python"
 
 
 def resume_argument(run_dir: Path) -> str:

@@ -7,7 +7,7 @@ import pytest
 from omegaconf import OmegaConf
 
 from minerva_torchrl.runs import ConfigError, parse_config
-from minerva_torchrl.runs.run import _lists
+from minerva_torchrl.runs.run import _lists, python_command
 from minerva_torchrl.runs.settings import (
     check_overrides,
     default_run_dir,
@@ -134,3 +134,13 @@ def test_changed_settings_are_checked(run_dir: Path) -> None:
         resumed_config(run_dir, {"checkpoint.keep": 0})
     with pytest.raises(ConfigError, match=r"no setting 'checkpoint.kep'"):
         resumed_config(run_dir, {"checkpoint.kep": 2})
+
+
+def test_commands_name_the_python_of_the_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.executable", str(tmp_path / ".venv/bin/python"))
+    assert python_command() == ".venv/bin/python"
+    monkeypatch.setattr("sys.executable", "/usr/bin/python3")
+    assert python_command() == "python"
