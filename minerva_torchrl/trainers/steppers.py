@@ -379,4 +379,4 @@ class PPOOptimizationStepper(PhasedStepper):
         taken = backward(torch.stack(losses).sum(), self.optimizer, self.clip)
         step_if(taken, self.optimizer)
         self._count(taken)
-        return TensorDict({name: value.detach().mean() for name, value in output.items()})
+        return TensorDict({name: value.detach().reshape(()) for name, value in output.items()})
