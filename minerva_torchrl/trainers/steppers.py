@@ -379,4 +379,5 @@ class PPOOptimizationStepper(PhasedStepper):
         taken = backward(torch.stack(losses).sum(), self.optimizer, self.clip)
         step_if(taken, self.optimizer)
         self._count(taken)
-        return TensorDict({name: value.detach().reshape(()) for name, value in output.items()})
+        metrics = {name: value.detach() for name, value in output.items()}
+        return TensorDict({name: x.mean() if x.ndim else x for name, x in metrics.items()})
