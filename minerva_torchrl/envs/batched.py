@@ -44,7 +44,7 @@ class Simulator(Protocol):
     def set_state(self, state: dict[str, Any]) -> None:
         """Go on where :meth:`get_state` was called."""
 
-    def render(self, height: int, width: int) -> NDArray[np.uint8]:
+    def render(self, height: int | None, width: int | None) -> NDArray[np.uint8]:
         """A picture, which leaves the simulation as it is."""
 
     def close(self) -> None:
@@ -273,7 +273,9 @@ class BatchedEnv(EnvBase):
 
     # Pictures ------------------------------------------------------------------------------------
 
-    def render(self, index: int = 0, *, height: int = 240, width: int = 320) -> NDArray[np.uint8]:
+    def render(
+        self, index: int = 0, *, height: int | None = None, width: int | None = None
+    ) -> NDArray[np.uint8]:
         """A picture of one copy as it is now.
 
         It changes nothing: the simulation goes on as if there had been none. A copy whose episode
@@ -286,10 +288,10 @@ class BatchedEnv(EnvBase):
             index (int): number of the copy. Defaults to ``0``.
 
         Keyword Args:
-            height (int): height of a picture of DM Control. Those of Gymnasium have the size that
-                the environment gives them, whatever is asked for here: MuJoCo tasks are made with
-                ``height`` and ``width``, the others have a size of their own. Defaults to ``240``.
-            width (int): width of a picture of DM Control. Defaults to ``320``.
+            height (int, optional): height of a picture of DM Control. Defaults to ``240``. Those of
+                Gymnasium have the size that the environment gives them: MuJoCo tasks are made with
+                ``height`` and ``width``, the others have a size of their own.
+            width (int, optional): width of a picture of DM Control. Defaults to ``320``.
 
         Returns:
             array of uint8, ``[height, width, 3]``: red, green and blue, from the top left.
@@ -301,8 +303,8 @@ class BatchedEnv(EnvBase):
             >>> env.render(1).shape  # doctest: +SKIP
             (240, 320, 3)
         """
-        check_count("height", height)
-        check_count("width", width)
+        check_count("height", height, optional=True)
+        check_count("width", width, optional=True)
         count = len(self._simulators)
         if not 0 <= index < count:
             raise IndexError(f"index must be between 0 and {count - 1}, got {index}.")

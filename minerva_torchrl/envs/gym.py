@@ -241,7 +241,12 @@ class _GymnasiumCopy:
                 for name, value in state["attributes"].items():
                     setattr(env, name, _from_plain(value))
 
-    def render(self, height: int, width: int) -> Any:
+    def render(self, height: int | None, width: int | None) -> Any:
+        if height is not None or width is not None:
+            raise ValueError(
+                "pictures of Gymnasium have the size that the environment was made with, and take "
+                f"no height and width; got {height} and {width}."
+            )
         if self.env.render_mode != "rgb_array":
             name = self.env.spec.id if self.env.spec else "the environment"
             raise RuntimeError(

@@ -168,7 +168,9 @@ class _SuiteTask:
         self.env._step_count = state["step_count"]
         self.env._reset_next_step = state["reset_next_step"]
 
-    def render(self, height: int, width: int) -> NDArray[np.uint8]:
+    def render(self, height: int | None, width: int | None) -> NDArray[np.uint8]:
+        height = 240 if height is None else height
+        width = 320 if width is None else width
         physics = self.env.physics
         largest = physics.model.vis.global_
         if height > largest.offheight or width > largest.offwidth:

@@ -15,7 +15,7 @@ __all__ = ["ControlTorso", "GaussianPolicy", "StateActionCritic"]
 
 
 class _Tanh(nn.Module):
-    """``tanh``, on the CPU and without gradients through the three times faster sigmoid.
+    """``tanh``, on the CPU and without gradients through the faster sigmoid.
 
     It may overwrite its input, which here is always the fresh output of a LayerNorm.
     """
@@ -27,7 +27,7 @@ class _Tanh(nn.Module):
 
 
 class _ELU(nn.Module):
-    """``ELU``, on the CPU and without gradients through the twice as fast exponential.
+    """``ELU``, on the CPU and without gradients through the faster exponential.
 
     It may overwrite its input, which here is always the fresh output of a linear layer.
     """

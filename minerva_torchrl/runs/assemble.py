@@ -95,7 +95,6 @@ def resolve_device(name: str) -> torch.device:
 def make_training_env(config: RunConfig) -> TransformedEnv:
     """The environment to collect from, ``[num_envs]``."""
     env = config.env
-    on_policy = isinstance(config, OnPolicyConfig)
     try:
         made = make_env(
             env.name,
@@ -108,8 +107,8 @@ def make_training_env(config: RunConfig) -> TransformedEnv:
         )
     except ValueError as error:
         raise ConfigError([f"env.name: {error}"]) from None
-    if on_policy and config.env.reward_scaling:  # type: ignore[attr-defined]
-        made.append_transform(ReturnStdScaling(config.loss.gamma))  # type: ignore[attr-defined]
+    if isinstance(config, (VMPOConfig, PPOConfig)) and config.env.reward_scaling:
+        made.append_transform(ReturnStdScaling(config.loss.gamma))
     return made
 
 

@@ -47,7 +47,7 @@ def train(config: DictConfig) -> None:
     if not summary:
         return
     if run.stopped_by is not None:
-        _write(f"Saved at {summary['frames']:,} frames. Go on with:", f"  {run.resume_command()}")
+        _write(f"Saved at {run.saved_frames:,} frames. Go on with:", f"  {run.resume_command()}")
         raise SystemExit(0)  # a sweep ends here, too
     _write(*_last_lines(run, summary))
 

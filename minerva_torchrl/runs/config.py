@@ -101,7 +101,10 @@ class LoggerConfig:
 
 @dataclass(frozen=True)
 class CompileConfig:
-    """``torch.compile``, which pays off after the minute or so that it takes."""
+    """``torch.compile``, which takes up to a minute at first.
+
+    Small networks on a CPU gain nothing from it.
+    """
 
     enabled: bool = False
     """Compile the networks' heavy parts."""

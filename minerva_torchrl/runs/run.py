@@ -10,7 +10,7 @@ import sys
 import time
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Literal, TextIO
 
 import torch
 from omegaconf import OmegaConf
@@ -103,6 +103,8 @@ class Run:
         self._best_return = -float("inf")
         self._last_evaluated = -1
         self._earlier_seconds = 0.0
+        self.saved_frames = 0 if checkpoint is None else checkpoint.frames
+        """Frames of the last checkpoint."""
         if checkpoint is not None:
             snapshot.restore(self.assembly, checkpoint)
             self._earlier_seconds = checkpoint.metadata["wall_seconds"]
@@ -136,7 +138,7 @@ class Run:
             self._start = time.perf_counter()
             trainer = self.assembly.trainer
             self._progress = Progress(
-                max(self.config.total_frames, 1),
+                self.config.total_frames,
                 initial=self.frames,
                 initial_updates=trainer._optim_count,
                 title=f"{self.config.algo} {self.config.env.name}",
@@ -250,7 +252,7 @@ class Run:
             for name, value in values.items():
                 self._logger.log_scalar(name, value, step=self.frames)
 
-    def _save(self, name: str = "last") -> None:
+    def _save(self, name: Literal["last", "best"] = "last") -> None:
         with_replay = name == "last" and self.config.checkpoint.replay_buffer
         metadata = {"algo": self.config.algo, "wall_seconds": self._wall_seconds()}
         with self._despite_errors("a checkpoint (the one before is kept)"):
@@ -258,8 +260,10 @@ class Run:
                 snapshot.capture(self.assembly, replay_buffer=with_replay),
                 frames=self.frames,
                 metadata=metadata,
-                name="best" if name == "best" else "last",
+                name=name,
             )
+            if name == "last":
+                self.saved_frames = self.frames
 
     def _despite_errors(self, what: str) -> _DespiteErrors:
         return _DespiteErrors(what, self._progress.write)

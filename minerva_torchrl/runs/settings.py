@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -164,7 +163,7 @@ def check_overrides(algo: str, arguments: Sequence[str] | None = None) -> None:
         elif name.split(".")[0] != "hydra":
             problems += filter(None, [unknown_setting(CONFIGS[algo], name)])
     if problems:
-        sys.stderr.write("".join(f"error: {problem}{os.linesep}" for problem in problems))
+        sys.stderr.write("".join(f"error: {problem}\n" for problem in problems))
         raise SystemExit(2)
 
 

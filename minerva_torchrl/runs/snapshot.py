@@ -8,7 +8,8 @@ where the collector is in its episodes) and ``replay`` (the replay buffer).
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -66,7 +67,7 @@ def restore(assembly: Assembly, checkpoint: Checkpoint) -> None:
             f"{checkpoint.path} is not a checkpoint to resume from: it has no "
             f"{', '.join(sorted(missing))}."
         )
-    try:
+    with _explained(checkpoint):
         _check_fits(assembly.loss, parts["model"]["loss"], checkpoint)
         _check_environments(assembly, parts["environment"], checkpoint)
         _restore_model(assembly.loss, assembly.env, parts["model"])
@@ -75,11 +76,6 @@ def restore(assembly: Assembly, checkpoint: Checkpoint) -> None:
         _restore_environment(assembly, parts["environment"])
         # Last, because anything above may have drawn random numbers.
         _restore_training(assembly, parts["training"])
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
-        raise CheckpointError(
-            f"{checkpoint.path} does not fit the run: {type(error).__name__}, {reason}"
-        ) from error
 
 
 def restore_model(loss: LossModule, env: TransformedEnv, checkpoint: Checkpoint) -> None:
@@ -91,8 +87,9 @@ def restore_model(loss: LossModule, env: TransformedEnv, checkpoint: Checkpoint)
         checkpoint (Checkpoint): has a part ``model``.
     """
     model = checkpoint.load("model")
-    _check_fits(loss, model["loss"], checkpoint)
-    _restore_model(loss, env, model)
+    with _explained(checkpoint):
+        _check_fits(loss, model["loss"], checkpoint)
+        _restore_model(loss, env, model)
 
 
 def state_is_exact(assembly: Assembly) -> bool:
@@ -117,6 +114,18 @@ def cut_episodes(assembly: Assembly) -> None:
 
 
 # Parts -------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _explained(checkpoint: Checkpoint) -> Iterator[None]:
+    """Say in one line that a checkpoint has other content than it should have."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        reason = " ".join(str(error).split())
+        raise CheckpointError(
+            f"{checkpoint.path} does not fit the run: {type(error).__name__}, {reason}"
+        ) from error
 
 
 def _check_fits(loss: LossModule, state: Mapping[str, Any], checkpoint: Checkpoint) -> None:

@@ -101,7 +101,9 @@ def test_pictures_of_dm_control(num_envs: int | None) -> None:
 def test_pictures_of_gymnasium_have_their_own_size(kwargs: dict, size: tuple[int, int]) -> None:
     env = make("gym:Hopper-v5", num_envs=2, seed=0, **kwargs)
     env.reset()
-    frame = env.render(1, height=33, width=44)
+    with pytest.raises(ValueError, match=r"take no height and width; got 33 and 44"):
+        env.render(1, height=33, width=44)
+    frame = env.render(1)
     assert frame.shape == (*size, 3)
     assert is_a_picture(frame)
 
@@ -206,7 +208,7 @@ def play_with_pictures(env: BatchedEnv, actions: Tensor) -> TensorDict:
     for action in actions:
         for i in range(2):
             before = env.get_extra_state()
-            env.render(i, height=48, width=64)
+            env.render(i)
             assert torch.equal(env.get_extra_state(), before)
         step, tensordict = env.step_and_maybe_reset(tensordict.set("action", action))
         steps.append(step.clone())

@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
-from tensordict.nn import TensorDictModule
+from tensordict.nn import NormalParamExtractor, TensorDictModule
 from torch import nn
-from torchrl.modules import OneHotCategorical, ProbabilisticActor, ValueOperator
+from torchrl.modules import OneHotCategorical, ProbabilisticActor, TanhNormal, ValueOperator
 from torchrl.objectives import ClipPPOLoss
 
 from minerva_torchrl.objectives.clip_ppo import DirectClipPPOLoss
@@ -118,6 +118,29 @@ def test_discrete_actions(torchrls_way: list[bool]) -> None:
         data[key] = torch.randn(32, 1)
     assert_same(theirs, ours, data)
     assert not torchrls_way
+
+
+@pytest.mark.filterwarnings("ignore:.*entropy.*:UserWarning")  # TorchRL samples it, and says so
+def test_policy_without_a_formula_for_its_entropy_runs_once(torchrls_way: list[bool]) -> None:
+    torch.manual_seed(0)
+    network = nn.Sequential(nn.Linear(3, 4), NormalParamExtractor())
+    actor = ProbabilisticActor(
+        TensorDictModule(network, in_keys=["observation"], out_keys=["loc", "scale"]),
+        in_keys=["loc", "scale"],
+        distribution_class=TanhNormal,
+        return_log_prob=True,
+    )
+    loss = make_ppo_loss(actor, ValueOperator(nn.Linear(3, 1), in_keys=["observation"]))
+    with torch.no_grad():
+        data = actor(TensorDict({"observation": torch.randn(32, 3)}, [32]))
+    for key in ("advantage", "value_target", "state_value"):
+        data[key] = torch.randn(32, 1)
+    calls: list[int] = []
+    network.register_forward_hook(lambda *_: calls.append(1))
+    output = loss(data)
+    assert len(calls) == 1
+    assert not torchrls_way
+    assert output["entropy"].isfinite()
 
 
 def test_parameters_of_the_loss_and_not_of_the_module() -> None:

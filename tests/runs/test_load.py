@@ -8,7 +8,7 @@ import torch
 from torchrl.envs import ExplorationType, set_exploration_type
 
 from minerva_torchrl.runs import CheckpointError, evaluate, load_policy
-from tests.runs.tiny import assert_same_value, column, content, read_csv, train
+from tests.runs.tiny import assert_same_value, column, content, fix_hash, read_csv, train
 
 
 @pytest.fixture(scope="module", params=["mpo", "vmpo-discrete", "ppo", "suite"])
@@ -83,6 +83,15 @@ def test_errors(one_run: Path, tmp_path: Path) -> None:
         load_policy(broken)
     with pytest.raises(CheckpointError, match="third"):
         load_policy(one_run, name="third")
+
+
+def test_a_model_without_its_networks(one_run: Path, tmp_path: Path) -> None:
+    shutil.copytree(one_run, tmp_path / "run", symlinks=True)
+    folder = (tmp_path / "run" / "checkpoints" / "last").resolve()
+    torch.save({"transforms": {}}, folder / "model.pt")
+    fix_hash(folder, "model")
+    with pytest.raises(CheckpointError, match=r"does not fit the run: KeyError, 'loss'"):
+        load_policy(tmp_path / "run")
 
 
 def test_settings_of_another_run(one_run: Path, tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import pickle
@@ -12,7 +11,7 @@ import pytest
 import torch
 
 from minerva_torchrl.runs import CheckpointStore
-from tests.runs.tiny import content, run_script, train, train_and_kill
+from tests.runs.tiny import content, fix_hash, run_script, train, train_and_kill
 
 
 @pytest.fixture(scope="module")
@@ -46,14 +45,6 @@ def assert_refused(
     assert len(output.err.splitlines()) == 1, output.err
     assert output.err.startswith("error: ")
     assert message in output.err
-
-
-def fix_hash(checkpoint: Path, part: str) -> None:
-    """Let the manifest tell the truth about a file that was changed."""
-    manifest = json.loads((checkpoint / "manifest.json").read_text())
-    data = (checkpoint / f"{part}.pt").read_bytes()
-    manifest["parts"][part] |= {"bytes": len(data), "sha256": hashlib.sha256(data).hexdigest()}
-    (checkpoint / "manifest.json").write_text(json.dumps(manifest))
 
 
 # Folders that are no runs ------------------------------------------------------------------------

@@ -246,8 +246,10 @@ def test_a_full_disk_does_not_end_a_run(tmp_path: Path, monkeypatch: pytest.Monk
 
     monkeypatch.setattr(CheckpointStore, "save", save_if_there_is_room)
     stream = io.StringIO()
-    summary = make_run(tiny_config("vmpo"), tmp_path, stream=stream).train()
+    run = make_run(tiny_config("vmpo"), tmp_path, stream=stream)
+    summary = run.train()
     assert summary["frames"] == 200
+    assert run.saved_frames == 100
     warning = "warning: could not write a checkpoint (the one before is kept): [Errno 28] No space"
     assert warning in stream.getvalue()
     assert open_checkpoint(tmp_path).frames == 100
