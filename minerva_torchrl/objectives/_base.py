@@ -15,6 +15,7 @@ from torchrl.objectives.utils import dispatch_value_estimator
 from typing_extensions import Self
 
 from minerva_torchrl.objectives._checks import check_choice
+from minerva_torchrl.objectives._memory import keep_freed_memory
 from minerva_torchrl.objectives.duals import DualVariable
 from minerva_torchrl.objectives.functional import masked_mean
 
@@ -43,6 +44,7 @@ class DualLossModule(LossModule):
     ) -> None:
         self._in_keys: list[NestedKey] | None = None
         self._out_keys: list[str] | None = None
+        keep_freed_memory()
         super().__init__()
         self.reduction = "mean" if reduction is None else reduction
         check_choice("reduction", self.reduction, _REDUCTIONS)
