@@ -27,7 +27,7 @@ from _harness import check_same_parameters, make_parser, measure, report, start,
 from vmpo_floor import FloorSettings, TanhPolicy, VMPOFloor, tanh_network
 
 from minerva_torchrl import VMPOLoss, VMPOOptimizationStepper
-from minerva_torchrl.modules import StateIndependentScale, orthogonal_init_
+from minerva_torchrl.modules import StateIndependentScale, Tanh, orthogonal_init_
 from minerva_torchrl.presets import vmpo_preset
 
 RATES = (3e-4, 1e-2)  # networks, duals
@@ -51,7 +51,7 @@ def make_networks(
     """Policy and critic as training runs of V-MPO and PPO make them."""
 
     def network(out_features: int, last_gain: float) -> nn.Module:
-        mlp = MLP(obs, out_features, num_cells=list(layers), activation_class=nn.Tanh)
+        mlp = MLP(obs, out_features, num_cells=list(layers), activation_class=Tanh)
         return orthogonal_init_(mlp, last_gain=last_gain)
 
     policy = StateIndependentScale(network(action, 0.01), action)

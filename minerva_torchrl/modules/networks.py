@@ -9,34 +9,10 @@ from itertools import pairwise
 import torch
 from torch import Tensor, nn
 
+from minerva_torchrl.modules.activations import ELU, Tanh
 from minerva_torchrl.objectives._checks import check_count, check_positive
 
 __all__ = ["ControlTorso", "GaussianPolicy", "StateActionCritic"]
-
-
-class _Tanh(nn.Module):
-    """``tanh``, on the CPU and without gradients through the faster sigmoid.
-
-    It may overwrite its input, which here is always the fresh output of a LayerNorm.
-    """
-
-    def forward(self, x: Tensor) -> Tensor:
-        if torch.is_grad_enabled() or x.device.type != "cpu":
-            return x.tanh()
-        return x.mul_(2).sigmoid_().mul_(2).sub_(1)
-
-
-class _ELU(nn.Module):
-    """``ELU``, on the CPU and without gradients through the faster exponential.
-
-    It may overwrite its input, which here is always the fresh output of a linear layer.
-    """
-
-    def forward(self, x: Tensor) -> Tensor:
-        if torch.is_grad_enabled() or x.device.type != "cpu":
-            return nn.functional.elu(x, inplace=True)
-        negative = x.clamp_max(0).exp_().sub_(1)
-        return x.clamp_min_(0).add_(negative)
 
 
 class ControlTorso(nn.Module):
@@ -61,9 +37,10 @@ class ControlTorso(nn.Module):
         for size in (in_features, *sizes):
             check_count("in_features and sizes", size)
         self.first = nn.Linear(in_features, sizes[0])
-        self.rest = nn.Sequential(nn.LayerNorm(sizes[0]), _Tanh())
+        # In place, because what they overwrite is the fresh output of a layer.
+        self.rest = nn.Sequential(nn.LayerNorm(sizes[0]), Tanh(inplace=True))
         for inputs, outputs in pairwise(sizes):
-            self.rest.extend([nn.Linear(inputs, outputs), _ELU()])
+            self.rest.extend([nn.Linear(inputs, outputs), ELU(inplace=True)])
         self.out_features = sizes[-1]
 
     def forward(self, x: Tensor) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from contextlib import nullcontext
 from typing import Any
 
@@ -39,12 +40,20 @@ def call_module(module: Any, data: TensorDictBase) -> TensorDictBase:
 
 def using(module: nn.Module, params: Any) -> Any:
     """A context in which a module has the given parameters; none if it holds them already."""
-    if isinstance(params, TensorDictParams) and not is_compiling():
-        own, given = list(module.parameters()), list(params.parameters())
-        same = len(own) == len(given) > 0 and all(a is b for a, b in zip(own, given, strict=True))
-        if same and next(module.buffers(), None) is None:
-            return nullcontext()
+    if isinstance(params, TensorDictParams) and not is_compiling() and _holds(module, params):
+        return nullcontext()
     return params.to_module(module, preserve_module_state=False)
+
+
+def _holds(module: nn.Module, params: TensorDictParams) -> bool:
+    """Whether the parameters of a module are the given ones, and it has no buffers."""
+    own: list[nn.Parameter | None] = []
+    for child in module.modules():
+        if child._buffers:
+            return False
+        own += child._parameters.values()
+    own, given = [parameter for parameter in own if parameter is not None], [*params.parameters()]
+    return len(own) == len(given) > 0 and all(map(operator.is_, own, given))
 
 
 def get_dist(actor: ProbabilisticTensorDictSequential, data: TensorDictBase) -> D.Distribution:

@@ -145,8 +145,10 @@ class AdvantageLoss(DualLossModule):
 
     # Advantages and critic -----------------------------------------------------------------------
 
-    def critic_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss of the critic, and its metrics."""
+    def critic_loss(
+        self, tensordict: TensorDictBase, *, with_metrics: bool = True
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss of the critic, and its metrics: none ``with_metrics=False``."""
         keys = self.tensor_keys
         self._advantage(tensordict)  # makes the target if the data has none
         target = tensordict.get(keys.value_target)
@@ -159,7 +161,9 @@ class AdvantageLoss(DualLossModule):
                 f"batch of shape {tuple(tensordict.shape)}, got {tuple(value.shape)}."
             )
         mask = self._valid_mask(tensordict)
-        metrics = _value_metrics(value.detach().squeeze(-1), target.squeeze(-1), mask)
+        metrics = {}
+        if with_metrics:
+            metrics = _value_metrics(value.detach().squeeze(-1), target.squeeze(-1), mask)
         if mask is not None:  # left out before the loss: the gradient of a NaN is never zero
             target = torch.where(mask.unsqueeze(-1), target, value.detach())
         if self._has_popart:

@@ -35,20 +35,34 @@ class DirectClipPPOLoss(ClipPPOLoss):
     @dispatch
     def forward(self, tensordict: TensorDictBase) -> TensorDictBase:
         """All losses and metrics of a minibatch."""
+        output = self._directly(tensordict, with_metrics=True)
+        return super().forward(tensordict) if output is None else TensorDict(output)
+
+    def losses(self, tensordict: TensorDictBase) -> dict[str, Tensor]:
+        """The losses of a minibatch alone, for updates whose metrics nobody will see."""
+        output = self._directly(tensordict, with_metrics=False)
+        if output is None:
+            output = dict(super().forward(tensordict).items())
+        return {name: value for name, value in output.items() if name.startswith("loss_")}
+
+    def _directly(
+        self, tensordict: TensorDictBase, *, with_metrics: bool
+    ) -> dict[str, Tensor] | None:
+        """What :meth:`forward` returns, if the shorter way leads there."""
         if is_compiling() or not self._is_ordinary(tensordict):
-            return super().forward(tensordict)
+            return None
         keys = self.tensor_keys
         advantage = tensordict.get(keys.advantage)
         advantage = self._maybe_normalize_advantage(advantage, tensordict, update_norm=False)
         dist = self._current_dist(tensordict)
         if isinstance(dist, CompositeDistribution):
-            return super().forward(tensordict)
+            return None
         log_prob = dist.log_prob(tensordict.get(keys.action))
         old_log_prob = tensordict.get(keys.sample_log_prob)
         if log_prob.shape != old_log_prob.shape or advantage.shape != (*log_prob.shape, 1):
-            return super().forward(tensordict)  # which knows what to do, or what to say
+            return None  # TorchRL knows what to do, or what to say
         log_weight = log_prob - old_log_prob
-        output = self._objective(log_weight, advantage.squeeze(-1))
+        output = self._objective(log_weight, advantage.squeeze(-1), with_metrics)
         if self.entropy_bonus:
             if has_analytic_entropy(dist):
                 entropy = dist.entropy()
@@ -57,9 +71,8 @@ class DirectClipPPOLoss(ClipPPOLoss):
             output["entropy"] = entropy.detach().mean()
             output["loss_entropy"] = self._sum_or_mean(-self.entropy_coeff * entropy)
         if self._has_critic:
-            output |= self._critic(tensordict)
-        output |= _weight_metrics(log_weight.detach())
-        return TensorDict(output)
+            output |= self._critic(tensordict, with_metrics)
+        return output
 
     def _is_ordinary(self, tensordict: TensorDictBase) -> bool:
         keys = self.tensor_keys
@@ -88,18 +101,25 @@ class DirectClipPPOLoss(ClipPPOLoss):
         with using(self.critic_network, self.critic_network_params):
             return call_module(self.critic_network, inputs).get(self.tensor_keys.value)
 
-    def _objective(self, log_weight: Tensor, advantage: Tensor) -> dict[str, Tensor]:
-        clipped = log_weight.clamp(*self._clip_bounds)
-        gain = torch.minimum(log_weight.exp() * advantage, clipped.exp() * advantage)
-        with torch.no_grad():
-            clip_fraction = (clipped != log_weight).to(log_weight.dtype).mean()
-        return {
-            "loss_objective": self._sum_or_mean(-gain),
-            "clip_fraction": clip_fraction,
-            "kl_approx": -log_weight.detach().mean(),
-        }
+    def _objective(
+        self, log_weight: Tensor, advantage: Tensor, with_metrics: bool
+    ) -> dict[str, Tensor]:
+        clipped, ratio = log_weight.clamp(*self._clip_bounds), log_weight.exp()
+        gain = torch.minimum(ratio * advantage, clipped.exp() * advantage)
+        output = {"loss_objective": self._sum_or_mean(-gain)}
+        if with_metrics:
+            with torch.no_grad():
+                total, num_samples = ratio.sum(0), len(ratio)
+                output |= {
+                    "clip_fraction": (clipped != log_weight).to(log_weight.dtype).mean(),
+                    "kl_approx": -log_weight.detach().mean(),
+                    "ESS": total.square() / ratio.square().sum(0) / num_samples,
+                    "max_ratio": ratio.max(),
+                    "mean_ratio": total.mean() / num_samples,
+                }
+        return output
 
-    def _critic(self, tensordict: TensorDictBase) -> dict[str, Tensor]:
+    def _critic(self, tensordict: TensorDictBase, with_metrics: bool) -> dict[str, Tensor]:
         keys = self.tensor_keys
         target = tensordict.get(keys.value_target)
         old_value = tensordict.get(keys.value) if self.clip_value else None
@@ -112,7 +132,7 @@ class DirectClipPPOLoss(ClipPPOLoss):
                 old_value, value, self.clip_value, target, loss, self.loss_critic_type
             )
         output["loss_critic"] = self._sum_or_mean(self.critic_coeff * loss)
-        if self.log_explained_variance:
+        if with_metrics and self.log_explained_variance:
             with torch.no_grad():
                 total = target.var(correction=0, dim=0) + torch.finfo(target.dtype).eps
                 output["explained_variance"] = 1 - (target - value).var(correction=0, dim=0) / total
@@ -120,14 +140,3 @@ class DirectClipPPOLoss(ClipPPOLoss):
 
     def _sum_or_mean(self, loss: Tensor) -> Tensor:
         return loss.mean() if self.reduction == "mean" else loss.sum()
-
-
-@torch.no_grad()
-def _weight_metrics(log_weight: Tensor) -> dict[str, Tensor]:
-    ess = (2 * log_weight.logsumexp(0) - (2 * log_weight).logsumexp(0)).exp()
-    ratio = log_weight.exp()
-    return {
-        "ESS": ess / log_weight.shape[0],
-        "max_ratio": ratio.max(),
-        "mean_ratio": ratio.mean(),
-    }

@@ -380,6 +380,7 @@ class VMPOLoss(AdvantageLoss):
             mask=valid,
         )
         with torch.no_grad():
+            kl_samples = mask if self.kl_samples == "all" else selected
             ones = torch.ones_like(weights)
             any_selected = selected.any()
             threshold = torch.where(selected, advantage, torch.inf).amin()
@@ -399,6 +400,8 @@ class VMPOLoss(AdvantageLoss):
             weights=weights,
             selected=selected,
             mask=mask,
+            num_valid=mask.sum().clamp_min(1),
+            kl_weights=kl_samples.to(weights.dtype) / kl_samples.sum().clamp_min(1),
             old_policy=self._old_policy(tensordict, valid),
             temperature_loss=temperature_loss,
             metrics=metrics,
@@ -423,13 +426,15 @@ class VMPOLoss(AdvantageLoss):
             divergences = {"mean": kl_mean, "stddev": kl_stddev}
             if not self.per_dim_constraining:
                 divergences = {k: v.sum(-1, keepdim=True) for k, v in divergences.items()}
-        return VMPOMStep(-log_prob, divergences, self._policy_metrics(dist, e_step))
+        return VMPOMStep(-log_prob, divergences, dist)
 
     def actor_loss(
         self,
         tensordict: TensorDictBase,
         e_step: VMPOEStep | None = None,
         m_step: VMPOMStep | None = None,
+        *,
+        with_metrics: bool = True,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss of the policy with the present multipliers, and its metrics.
 
@@ -437,36 +442,27 @@ class VMPOLoss(AdvantageLoss):
             tensordict (TensorDictBase): as in :meth:`forward`.
             e_step (VMPOEStep, optional): the E-step of the same data, made afresh if not given.
             m_step (VMPOMStep, optional): the M-step of that E-step with the present policy.
+
+        Keyword Args:
+            with_metrics (bool): whether to compute metrics; without, there are none. Defaults to
+                ``True``.
         """
         e_step = self.e_step(tensordict) if e_step is None else e_step
         m_step = self.m_step(tensordict, e_step) if m_step is None else m_step
         # A sample without weight may have a likelihood of zero.
         weighted = e_step.weights * torch.where(e_step.weights > 0, m_step.neg_log_prob, 0.0)
-        kl_weights = self._kl_weights(e_step)
         loss = weighted
-        metrics = {**m_step.metrics, "weighted_nll": weighted.detach().sum()}
         for name, kl in m_step.divergences.items():
             alpha, epsilon = getattr(self, f"alpha_{name}"), getattr(self, f"epsilon_{name}")
             penalty, _ = F.lagrangian_losses(kl, alpha(), epsilon)
-            penalty = kl_weights * torch.where(e_step.mask, penalty.sum(-1), 0.0)
-            loss = loss + penalty
-            with torch.no_grad():
-                per_sample = kl.mean(-1)
-                kl_all = F.masked_mean(per_sample, e_step.mask)
-                kl_selected = F.masked_mean(per_sample, e_step.selected)
-                constrained = kl_all if self.kl_samples == "all" else kl_selected
-                metrics |= {
-                    f"kl_{name}": kl_all,
-                    f"kl_{name}_selected": kl_selected,
-                    f"kl_{name}_rel": constrained / epsilon,
-                    f"penalty_{name}": penalty.detach().sum(),
-                }
-        return self._reduce(loss * self._num_valid(e_step), e_step.mask, None), metrics
+            loss = loss + e_step.kl_weights * torch.where(e_step.mask, penalty.sum(-1), 0.0)
+        metrics = self._actor_metrics(e_step, m_step, weighted) if with_metrics else {}
+        return self._reduce(loss * e_step.num_valid, e_step.mask, None), metrics
 
     def alpha_losses(self, e_step: VMPOEStep, m_step: VMPOMStep) -> dict[str, Tensor]:
         """Losses of the multipliers."""
         losses = {}
-        scale = self._kl_weights(e_step) * self._num_valid(e_step)
+        scale = e_step.kl_weights * e_step.num_valid
         for name, kl in m_step.divergences.items():
             alpha, epsilon = getattr(self, f"alpha_{name}"), getattr(self, f"epsilon_{name}")
             _, loss = F.lagrangian_losses(kl, alpha(), epsilon)
@@ -538,15 +534,26 @@ class VMPOLoss(AdvantageLoss):
             )
         self._checked_parameters = True
 
-    def _num_valid(self, e_step: VMPOEStep) -> Tensor:
-        return e_step.mask.sum().clamp_min(1)
-
-    def _kl_weights(self, e_step: VMPOEStep) -> Tensor:
-        """Weights, summing to one, of the samples over which divergences are averaged."""
-        samples = e_step.mask if self.kl_samples == "all" else e_step.selected
-        return samples.to(e_step.weights.dtype) / samples.sum().clamp_min(1)
-
     @torch.no_grad()
+    def _actor_metrics(
+        self, e_step: VMPOEStep, m_step: VMPOMStep, weighted: Tensor
+    ) -> dict[str, Tensor]:
+        metrics = {"weighted_nll": weighted.sum(), **self._policy_metrics(m_step.dist, e_step)}
+        for name, kl in m_step.divergences.items():
+            alpha, epsilon = getattr(self, f"alpha_{name}"), getattr(self, f"epsilon_{name}")
+            per_sample = kl.mean(-1)
+            kl_all = F.masked_mean(per_sample, e_step.mask)
+            kl_selected = F.masked_mean(per_sample, e_step.selected)
+            constrained = kl_all if self.kl_samples == "all" else kl_selected
+            penalty = torch.where(e_step.mask, (alpha() * kl).sum(-1), 0.0)
+            metrics |= {
+                f"kl_{name}": kl_all,
+                f"kl_{name}_selected": kl_selected,
+                f"kl_{name}_rel": constrained / epsilon,
+                f"penalty_{name}": (e_step.kl_weights * penalty).sum(),
+            }
+        return metrics
+
     def _policy_metrics(self, dist: D.Distribution, e_step: VMPOEStep) -> dict[str, Tensor]:
         samples = e_step.mask if self.kl_samples == "all" else e_step.selected
         if self.discrete:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from torch import Tensor
+from torch import distributions as D
 
 __all__ = ["VMPOEStep", "VMPOMStep"]
 
@@ -18,6 +19,10 @@ class VMPOEStep(NamedTuple):
     """Which samples are among the best, ``[*B]``."""
     mask: Tensor
     """Which samples are valid, ``[*B]``."""
+    num_valid: Tensor
+    """How many are, 0-d, at least one."""
+    kl_weights: Tensor
+    """Weights of the samples in the mean divergences, ``[*B]``, summing to one."""
     old_policy: tuple[Tensor, ...]
     """Parameters of the old policy: mean and standard deviation, or logits."""
     temperature_loss: Tensor
@@ -33,5 +38,5 @@ class VMPOMStep(NamedTuple):
     """Negative log-likelihood of the stored actions, ``[*B]``."""
     divergences: dict[str, Tensor]
     """KL divergence for each constraint by its name, ``[*B, D]`` or ``[*B, 1]``."""
-    metrics: dict[str, Tensor]
-    """Diagnostics of the policy, 0-d."""
+    dist: D.Distribution
+    """The online policy itself."""

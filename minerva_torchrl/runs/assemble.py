@@ -30,6 +30,7 @@ from minerva_torchrl.modules import (
     GaussianPolicy,
     StateActionCritic,
     StateIndependentScale,
+    Tanh,
     orthogonal_init_,
 )
 from minerva_torchrl.objectives import MPOLoss, VMPOLoss, make_ppo_loss
@@ -225,7 +226,7 @@ def _gaussian_actor(policy: nn.Module, action_spec: TensorSpec) -> Probabilistic
 def _tanh_mlp(
     in_features: int, out_features: int, sizes: tuple[int, ...], *, last_gain: float
 ) -> nn.Module:
-    network = MLP(in_features, out_features, num_cells=list(sizes), activation_class=nn.Tanh)
+    network = MLP(in_features, out_features, num_cells=list(sizes), activation_class=Tanh)
     return orthogonal_init_(network, last_gain=last_gain)
 
 

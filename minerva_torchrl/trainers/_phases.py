@@ -16,6 +16,9 @@ from minerva_torchrl.objectives.duals import DualVariable
 __all__ = ["NonFiniteError", "PhasedStepper", "Undo", "backward", "dual_tensors", "step_if"]
 
 
+_FLAGS_KEPT = 256  # before the host looks at them, if nobody asks
+
+
 class NonFiniteError(RuntimeError):
     """Too many batches in a row had a loss, a gradient or data that is not finite."""
 
@@ -30,39 +33,42 @@ class PhasedStepper(OptimizationStepper):
     """
 
     _optimizer_names: tuple[str, ...]
-    _skips: Tensor | None = None  # updates skipped: in all, in a row until now, most in a row
+    _skips: tuple[int, int, int] = (0, 0, 0)  # in all, in a row until now, most in a row
+    _uncounted: tuple[Tensor, ...] = ()  # flags of the latest updates, still on the device
 
     @property
     def skipped_updates(self) -> int:
         """Updates left out so far because something was not finite. Waits for the device."""
-        return 0 if self._skips is None else int(self._skips[0])
+        return self._tally()[0]
 
     def check_finite(self, limit: int) -> None:
         """Raise :class:`NonFiniteError` if ``limit`` updates in a row were left out.
 
-        Reads the counters, which waits for the device: once per collected batch is enough.
+        Reads the flags of the updates, which waits for the device: once per collected batch is
+        enough.
 
         Args:
             limit (int): number of updates in a row.
         """
-        if self._skips is not None and int(self._skips[2]) >= limit:
+        total, _, longest = self._tally()
+        if longest >= limit:
             raise NonFiniteError(
-                f"{int(self._skips[2])} updates in a row had losses or gradients that are not "
-                f"finite ({int(self._skips[0])} in all; the limit is {limit})."
+                f"{longest} updates in a row had losses or gradients that are not finite "
+                f"({total} in all; the limit is {limit})."
             )
 
     def state_dict(self) -> dict[str, Any]:
         """State of the optimisers, and the counters of updates left out."""
         state: dict[str, Any] = {name: opt.state_dict() for name, opt in self._optimizers()}
-        state["skips"] = None if self._skips is None else self._skips.clone()
+        state["skips"] = self._tally()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` returned."""
         for name, optimizer in self._optimizers():
             optimizer.load_state_dict(state_dict[name])
-        skips = state_dict.get("skips")
-        self._skips = None if skips is None else skips.clone()
+        total, in_a_row, longest = map(int, state_dict.get("skips") or (0, 0, 0))
+        self._skips, self._uncounted = (total, in_a_row, longest), ()
 
     def _optimizers(self) -> Iterator[tuple[str, Optimizer]]:
         for name in self._optimizer_names:
@@ -71,13 +77,19 @@ class PhasedStepper(OptimizationStepper):
                 yield name, optimizer
 
     def _count(self, taken: Tensor) -> None:
-        """Count the update, as left out unless a 0-d flag is true."""
-        left_out = ~taken
-        if self._skips is None:
-            self._skips = torch.zeros(3, dtype=torch.int64)
-        total, in_a_row, longest = self._skips.to(left_out.device).unbind()
-        in_a_row = (in_a_row + 1) * left_out
-        self._skips = torch.stack([total + left_out, in_a_row, longest.maximum(in_a_row)])
+        """Count an update, as left out unless a 0-d flag is true."""
+        self._uncounted = (*self._uncounted, taken)
+        if len(self._uncounted) >= _FLAGS_KEPT:
+            self._tally()
+
+    def _tally(self) -> tuple[int, int, int]:
+        total, in_a_row, longest = self._skips
+        for taken in torch.stack(self._uncounted).tolist() if self._uncounted else ():
+            in_a_row = 0 if taken else in_a_row + 1
+            total += not taken
+            longest = max(longest, in_a_row)
+        self._skips, self._uncounted = (total, in_a_row, longest), ()
+        return self._skips
 
     def _refuse_distributed(self, trainer: Any) -> None:
         if getattr(trainer, "_ddp_loss", None) is not None:

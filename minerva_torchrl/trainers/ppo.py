@@ -93,7 +93,8 @@ def make_ppo_trainer(
     trainer.register_op("batch_process", with_advantage)
     keys = loss_module.tensor_keys
     needed = [*loss_module.in_keys, keys.advantage, keys.value_target, keys.value]
-    Minibatches(minibatch_size, keys=needed).register(trainer)
+    trainer.minibatches = Minibatches(minibatch_size, keys=needed, num_epochs=num_epochs)
+    trainer.minibatches.register(trainer)
     if target_kl is not None:
         KLEarlyStop(target_kl).register(trainer)
     if lr_scheduler is not None:
@@ -201,6 +202,9 @@ class KLEarlyStop(TrainerHookBase):
                 # TorchRL announces that steppers will replace this stage; both are supported here.
                 warnings.simplefilter("ignore", FutureWarning)
                 trainer.register_op("process_loss", self._process_loss)
+        minibatches: Minibatches | None = getattr(trainer, "minibatches", None)
+        if minibatches is not None:  # any epoch may now be the last one
+            minibatches.num_epochs = None
         trainer.register_op("pre_optim_steps", self.start_rollout)
         # First in line, or a minibatch would be drawn from the buffer and thrown away.
         run_first(trainer, "process_optim_batch", self._skip_if_stopped)

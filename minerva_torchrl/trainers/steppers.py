@@ -11,9 +11,11 @@ from torch.optim import Optimizer
 from torchrl.objectives import ClipPPOLoss
 
 from minerva_torchrl.objectives._checks import check_choice, check_count, check_positive
+from minerva_torchrl.objectives.clip_ppo import DirectClipPPOLoss
 from minerva_torchrl.objectives.mpo import MPOLoss
 from minerva_torchrl.objectives.vmpo import VMPOLoss
 from minerva_torchrl.trainers._phases import PhasedStepper, Undo, backward, dual_tensors, step_if
+from minerva_torchrl.trainers.hooks import Minibatches
 
 __all__ = ["MPOOptimizationStepper", "PPOOptimizationStepper", "VMPOOptimizationStepper"]
 
@@ -286,6 +288,7 @@ class VMPOOptimizationStepper(PhasedStepper):
             taken = backward(e_step.temperature_loss, self.optimizer_temperature)
             step_if(taken, self.optimizer_temperature)
         for i in range(self.num_policy_steps):
+            last = i == self.num_policy_steps - 1  # the only one whose metrics are returned
             undo_alpha = Undo(self.optimizer_alpha)
             m_step = loss.m_step(tensordict, e_step)
             alpha_losses = loss.alpha_losses(e_step, m_step)
@@ -293,8 +296,10 @@ class VMPOOptimizationStepper(PhasedStepper):
             taken = taken & backward(alpha_loss, self.optimizer_alpha)
             step_if(taken, self.optimizer_alpha, lr_scale=self.lr_scale)
             loss.project_duals_()
-            loss_actor, metrics_actor = loss.actor_loss(tensordict, e_step, m_step)
-            loss_critic, metrics_critic = loss.critic_loss(tensordict)
+            loss_actor, metrics_actor = loss.actor_loss(
+                tensordict, e_step, m_step, with_metrics=last
+            )
+            loss_critic, metrics_critic = loss.critic_loss(tensordict, with_metrics=last)
             taken &= backward(loss_actor + loss_critic, self.optimizer, self.clip)
             step_if(taken, self.optimizer, lr_scale=self.lr_scale)
             undo_alpha.unless(taken)
@@ -361,23 +366,33 @@ class PPOOptimizationStepper(PhasedStepper):
     def step(self, trainer: Any, sub_batch: TensorDictBase) -> TensorDict:
         """One update inside a TorchRL ``Trainer``."""
         self._refuse_distributed(trainer)
-        return self.update(trainer.loss_module, sub_batch)
+        minibatches: Minibatches | None = getattr(trainer, "minibatches", None)
+        with_metrics = minibatches is None or minibatches.metrics_count
+        return self.update(trainer.loss_module, sub_batch, with_metrics=with_metrics)
 
-    def update(self, loss: ClipPPOLoss, tensordict: TensorDictBase) -> TensorDict:
+    def update(
+        self, loss: ClipPPOLoss, tensordict: TensorDictBase, *, with_metrics: bool = True
+    ) -> TensorDict:
         """One step on a minibatch that has its advantages.
 
         Args:
             loss (ClipPPOLoss): the loss whose parameters the optimiser holds.
             tensordict (TensorDictBase): the minibatch.
 
+        Keyword Args:
+            with_metrics (bool): whether to return anything. Defaults to ``True``.
+
         Returns:
             The detached losses and metrics, 0-d.
         """
         self._refuse_unreduced(loss)
-        output = loss(tensordict)
+        direct = isinstance(loss, DirectClipPPOLoss) and not with_metrics
+        output = loss.losses(tensordict) if direct else loss(tensordict)
         losses = [value for name, value in output.items() if name.startswith("loss_")]
         taken = backward(torch.stack(losses).sum(), self.optimizer, self.clip)
         step_if(taken, self.optimizer)
         self._count(taken)
+        if not with_metrics:
+            return TensorDict()
         metrics = {name: value.detach() for name, value in output.items()}
         return TensorDict({name: x.mean() if x.ndim else x for name, x in metrics.items()})

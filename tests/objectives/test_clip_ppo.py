@@ -45,6 +45,8 @@ def assert_same(theirs: ClipPPOLoss, ours: DirectClipPPOLoss, data: TensorDict) 
     assert set(actual.keys()) == set(expected.keys())
     for name, value in expected.items():
         torch.testing.assert_close(actual[name], value, rtol=1e-6, atol=1e-7, msg=name)
+    alone = {name: actual[name] for name in actual.keys() if name.startswith("loss_")}
+    torch.testing.assert_close(ours.losses(data.copy()), alone, rtol=0, atol=0)
     for a, b in zip(gradients(ours, actual), gradients(theirs, expected), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-7)
 

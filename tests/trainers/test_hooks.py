@@ -308,6 +308,33 @@ class TestMinibatches:
         trainer.train()
         assert drawn == [5] * 4 * epochs * 2
 
+    def test_metrics_that_are_left_out_are_not_missed(self) -> None:
+        """A trainer reports averages over the last epoch, and nothing else is computed."""
+        reports: list[list[dict[str, float]]] = []
+        computed: list[list[bool]] = []
+        for all_metrics in (False, True):
+            problem = Problem("ppo")
+            trainer = problem.trainer([problem.batch(seed) for seed in (1, 2)], num_epochs=3)
+            if all_metrics:
+                trainer.minibatches.num_epochs = None
+            reported: list[dict[str, float]] = []
+            trainer.register_op(
+                "post_optim_complete_log",
+                lambda _, td, to=reported: to.append({k: v.item() for k, v in td.items()}),
+            )
+            counted: list[bool] = []
+            trainer.register_op(
+                "process_optim_batch",
+                lambda _, to=counted, of=trainer.minibatches: to.append(of.metrics_count),
+            )
+            torch.manual_seed(0)
+            trainer.train()
+            reports.append(reported)
+            computed.append(counted)
+        assert reports[0] == reports[1]
+        assert {"kl_approx", "ESS", "loss_critic"} < set(reports[0][0])
+        assert computed == [([True] + [False] * 7 + [True] * 4) * 2, [True] * 24]
+
 
 # Targets -----------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ import math
 import re
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -104,12 +105,21 @@ class TestSteppers:
             stepper.check_finite(3)  # a row that ended since the last check
         stepper.check_finite(4)
 
+    def test_counts_many(self, fused: bool) -> None:
+        """More updates than there are flags kept."""
+        problem = Problem("mpo", fused=fused)
+        bad = spoil(problem.batch(1), REWARD, NAN)
+        with mock.patch("minerva_torchrl.trainers._phases._FLAGS_KEPT", 2):
+            for batch in (bad, bad, bad, problem.batch(0), bad):
+                problem.update(batch)
+        assert problem.stepper.state_dict()["skips"] == (4, 1, 3)
+
     @pytest.mark.parametrize("kind", KINDS)
     def test_state(self, kind: str, fused: bool) -> None:
         """The counters go on where they were."""
         problem, other = Problem(kind, fused=fused), Problem(kind, fused=fused)
         good, bad = problem.batch(0), spoil(problem.batch(1), REWARD, NAN)
-        assert problem.stepper.state_dict()["skips"] is None
+        assert problem.stepper.state_dict()["skips"] == (0, 0, 0)
         for batch in (good, bad, bad):
             problem.update(batch)
         state = save_and_load(problem.stepper.state_dict())
