@@ -44,7 +44,7 @@ from mpo_floor import Policy
 
 from minerva_torchrl import make_env
 from minerva_torchrl.envs.batched import copy_seeds
-from minerva_torchrl.modules import GaussianPolicy
+from minerva_torchrl.modules import DirectModule, GaussianPolicy
 
 LAYERS = (512, 256)
 FRAMES = 800  # in a call: 50 steps of 16 environments
@@ -107,14 +107,18 @@ def flatten(observation: Any) -> np.ndarray:
     return np.concatenate([np.ravel(part) for part in observation.values()]).astype(np.float32)
 
 
-def make_actor(env: EnvBase, layers: tuple[int, ...] = LAYERS) -> ProbabilisticActor:
+def make_actor(
+    env: EnvBase,
+    layers: tuple[int, ...] = LAYERS,
+    module_class: type[TensorDictModule] = DirectModule,
+) -> ProbabilisticActor:
     """The policy of a training run of MPO."""
     spec = env.action_spec
     for _ in env.batch_size:
         spec = spec[0]
     policy = GaussianPolicy(env.observation_spec["observation"].shape[-1], spec.shape[-1], layers)
     return ProbabilisticActor(
-        TensorDictModule(policy, in_keys=["observation"], out_keys=["loc", "scale"]),
+        module_class(policy, in_keys=["observation"], out_keys=["loc", "scale"]),
         in_keys=["loc", "scale"],
         spec=spec,
         distribution_class=IndependentNormal,
@@ -220,7 +224,8 @@ def make_cases(
         collector = make_workers(name, actor, frames, workers=workers, num_envs=8)
         cases[f"minerva_torchrl[{workers} x 8 envs]"] = from_collector(collector)
     env = make_torchrl_env(name)
-    cases["torchrl"] = from_collector(make_collector(env, make_actor(env), frames))
+    actor = make_actor(env, module_class=TensorDictModule)
+    cases["torchrl"] = from_collector(make_collector(env, actor, frames))
     return cases
 
 

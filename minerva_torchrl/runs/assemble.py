@@ -27,6 +27,7 @@ from torchrl.trainers import Trainer
 
 from minerva_torchrl.envs import ReturnStdScaling, RunningObservationNorm, make_env
 from minerva_torchrl.modules import (
+    DirectModule,
     GaussianPolicy,
     StateActionCritic,
     StateIndependentScale,
@@ -198,7 +199,7 @@ def _on_policy_networks(
     network = _tanh_mlp(obs_dim, out_dim, sizes.actor_sizes, last_gain=0.01)
     if isinstance(action_spec, OneHot):
         actor = ProbabilisticActor(
-            TensorDictModule(network, in_keys=["observation"], out_keys=["logits"]),
+            DirectModule(network, in_keys=["observation"], out_keys=["logits"]),
             in_keys=["logits"],
             spec=action_spec,
             distribution_class=OneHotCategorical,
@@ -215,7 +216,7 @@ def _on_policy_networks(
 
 def _gaussian_actor(policy: nn.Module, action_spec: TensorSpec) -> ProbabilisticActor:
     return ProbabilisticActor(
-        TensorDictModule(policy, in_keys=["observation"], out_keys=["loc", "scale"]),
+        DirectModule(policy, in_keys=["observation"], out_keys=["loc", "scale"]),
         in_keys=["loc", "scale"],
         spec=action_spec,
         distribution_class=IndependentNormal,
