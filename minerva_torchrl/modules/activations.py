@@ -62,9 +62,9 @@ class ELU(nn.Module):
         """``x`` where it is positive, :math:`e^x - 1` elsewhere."""
         if torch.is_grad_enabled() or x.device.type != "cpu" or torch.compiler.is_compiling():
             return nn.functional.elu(x, inplace=self.inplace)
+        # Everywhere e^x - 1 >= x, so the larger one is right on both sides of zero.
         negative = x.clamp_max(0).exp_().sub_(1)
-        positive = x.clamp_min_(0) if self.inplace else x.clamp_min(0)
-        return positive.add_(negative)
+        return x.clamp_min_(negative) if self.inplace else x.clamp_min(negative)
 
 
 class _SigmoidTanh(torch.autograd.Function):

@@ -41,7 +41,7 @@ from minerva_torchrl.objectives.mpo_steps import Samples
 from minerva_torchrl.objectives.value.retrace import Retrace
 
 _Steps = TypeVar("_Steps", Tensor, TensorDictBase)
-_ROWS_PER_CHUNK = 1024
+_ROWS_PER_CHUNK = 2048
 
 
 class SampledCriticLoss(DualLossModule):
@@ -420,8 +420,8 @@ def _repeated(x: Tensor, extra: torch.Size) -> Tensor:
 def _samples_per_chunk(action: Tensor) -> int:
     """How many of the sampled actions ``[N, *B, D]`` to score in one call of the critic.
 
-    On the CPU the activations of all samples at once are larger than what the allocator reuses, and
-    mapping fresh memory on every call costs more than the arithmetic.
+    On the CPU the activations of all samples at once would be larger than its caches and than what
+    the allocator reuses.
     """
     if is_compiling() or action.device.type != "cpu":
         return len(action)
