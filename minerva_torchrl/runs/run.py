@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import logging
-import re
 import shlex
 import sys
 import time
@@ -31,6 +30,7 @@ from minerva_torchrl.runs.loggers import check_backend, close_logger, make_logge
 from minerva_torchrl.runs.metrics import MetricsBuffer
 from minerva_torchrl.runs.progress import Progress
 from minerva_torchrl.runs.records import CsvTable, replace_file, write_json
+from minerva_torchrl.runs.settings import hydra_text
 from minerva_torchrl.runs.signals import StopRequest
 from minerva_torchrl.runs.strict import ConfigError
 from minerva_torchrl.runs.video import require_video_support, write_video
@@ -382,11 +382,7 @@ def python_command() -> str:
 
 def resume_argument(run_dir: Path) -> str:
     """The setting that goes on with a run, as Hydra reads it."""
-    path = str(run_dir)
-    if not re.fullmatch(r"[\w./-]+", path):
-        escaped = path.replace("\\", "\\\\").replace('"', '\\"')
-        path = f'"{escaped}"'
-    return f"resume={path}"
+    return f"resume={hydra_text(str(run_dir))}"
 
 
 class _DespiteErrors:

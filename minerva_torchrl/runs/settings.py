@@ -11,6 +11,7 @@ from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -24,6 +25,7 @@ from minerva_torchrl.runs.strict import ConfigError, parse, unknown_setting
 __all__ = [
     "check_overrides",
     "default_run_dir",
+    "hydra_text",
     "load_config",
     "parse_config",
     "register_configs",
@@ -165,6 +167,20 @@ def check_overrides(algo: str, arguments: Sequence[str] | None = None) -> None:
     if problems:
         sys.stderr.write("".join(f"error: {problem}\n" for problem in problems))
         raise SystemExit(2)
+
+
+def hydra_text(text: str) -> str:
+    """A text as the value of an override: in quotes, unless Hydra reads it as it is.
+
+    Examples:
+        >>> hydra_text("runs/walker"), hydra_text("1e-3"), hydra_text("a b")
+        ('runs/walker', '"1e-3"', 'a b')
+    """
+    try:
+        parsed = OverridesParser.create().parse_override(f"name={text}").value()
+    except HydraException:
+        parsed = None
+    return text if parsed == text else QuotedString(text, Quote.double).with_quotes()
 
 
 def explicit_overrides(arguments: Sequence[str]) -> dict[str, Any]:

@@ -4,10 +4,11 @@ import re
 from pathlib import Path
 
 import pytest
+from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from minerva_torchrl.runs import ConfigError, parse_config
-from minerva_torchrl.runs.run import _lists, python_command
+from minerva_torchrl.runs.run import _lists, python_command, resume_argument
 from minerva_torchrl.runs.settings import (
     check_overrides,
     default_run_dir,
@@ -144,3 +145,27 @@ def test_commands_name_the_python_of_the_folder(
     assert python_command() == ".venv/bin/python"
     monkeypatch.setattr("sys.executable", "/usr/bin/python3")
     assert python_command() == "python"
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "runs/walker",
+        "10",
+        "1e-3",
+        "null",
+        "true",
+        "a b",
+        "a\\b",
+        "a\\",
+        'say "x"',
+        "it's",
+        "a,b",
+        "${x}",
+    ],
+)
+def test_resume_argument_is_read_as_the_folder(name: str) -> None:
+    argument = resume_argument(Path(name))
+    override = OverridesParser.create().parse_override(argument)
+    assert override.key_or_group == "resume"
+    assert override.value() == name

@@ -1,0 +1,161 @@
+"""Runs that differ only in their seed, and what to call them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from minerva_torchrl.report.defaults import changes_to_preset
+from minerva_torchrl.report.estimates import MeanCurve, mean_curve
+from minerva_torchrl.report.reading import RecordedRun
+from minerva_torchrl.report.values import settings_text
+
+__all__ = ["ALGORITHMS", "Group", "differing_settings", "group_runs", "settings_key"]
+
+ALGORITHMS = {"mpo": "MPO", "vmpo": "V-MPO", "ppo": "PPO"}
+"""How the algorithms are written."""
+
+_SETTINGS_IN_A_LABEL = 3
+
+
+@dataclass(frozen=True, eq=False)
+class Group:
+    """Runs of one task, one algorithm and the same settings, with different seeds."""
+
+    name: str
+    """Algorithm, and what sets its settings apart from others of the same algorithm."""
+    runs: tuple[RecordedRun, ...]
+
+    @property
+    def label(self) -> str:
+        """The name, and whether the runs are unfinished."""
+        return self.name if self.finished else f"{self.name}, unfinished"
+
+    @property
+    def task(self) -> str:
+        """Name of the environment."""
+        return self.runs[0].task
+
+    @property
+    def algo(self) -> str:
+        """``mpo``, ``vmpo`` or ``ppo``."""
+        return self.runs[0].algo
+
+    @property
+    def preset(self) -> str:
+        """Name of the preset that the settings started from."""
+        return self.runs[0].preset
+
+    @property
+    def finished(self) -> bool:
+        """Whether the runs are at their end. They all are, or none is."""
+        return self.runs[0].finished
+
+    @property
+    def seeds(self) -> list[int]:
+        """Seeds of the runs, in order."""
+        return [run.seed for run in self.runs]
+
+    @cached_property
+    def curve(self) -> MeanCurve:
+        """Mean over the seeds."""
+        return mean_curve([(run.frames, run.returns) for run in self.runs])
+
+
+def group_runs(runs: Sequence[RecordedRun]) -> list[Group]:
+    """Put runs together that differ only in their seed, in order of task and algorithm.
+
+    If a task has groups of the same algorithm with different settings, then all groups of this
+    algorithm are named after their preset, or if that is not enough after those settings in which
+    they differ from each other and from the preset. The same settings have the same name on all
+    tasks. Unfinished runs are groups of their own.
+
+    Args:
+        runs (sequence of RecordedRun): no two of them the same.
+    """
+    found: dict[Hashable, list[RecordedRun]] = defaultdict(list)
+    for run in runs:
+        found[run.task, run.algo, run.finished, settings_key(run)].append(run)
+    names = _names(runs)
+    groups = []
+    for members in found.values():
+        name = names[members[0].algo, settings_key(members[0])]
+        groups.append(Group(name, tuple(sorted(members, key=lambda run: run.seed))))
+    listed = list(names.values())
+    return sorted(groups, key=lambda group: (*_order(group), listed.index(group.name)))
+
+
+def settings_key(run: RecordedRun) -> Hashable:
+    """The same for two runs if nothing that is learned depends on how their settings differ."""
+    return tuple(sorted(run.learning_settings.items()))
+
+
+def differing_settings(settings: Sequence[Mapping[str, Any]]) -> list[str]:
+    """Dotted names of the settings that are not the same everywhere, in the order they are in.
+
+    Examples:
+        >>> differing_settings([{"seed": 0, "lr": 1e-3}, {"seed": 0, "lr": 1e-4, "tau": None}])
+        ['lr', 'tau']
+    """
+    names = dict.fromkeys(name for some in settings for name in some)
+    missing = object()
+    return [
+        name
+        for name in names
+        if any(some.get(name, missing) != settings[0].get(name, missing) for some in settings)
+    ]
+
+
+def _order(group: Group) -> tuple[str, int, bool, bool]:
+    algorithm = list(ALGORITHMS).index(group.algo)
+    return group.task, algorithm, not group.finished, group.preset != "default"
+
+
+def _names(runs: Sequence[RecordedRun]) -> dict[tuple[str, Hashable], str]:
+    """What to call the runs of an algorithm with some settings."""
+    names = {}
+    for algo, written in ALGORITHMS.items():
+        kinds: dict[Hashable, RecordedRun] = {}
+        per_task: dict[str, set[Hashable]] = defaultdict(set)
+        for run in runs:
+            if run.algo == algo:
+                kinds.setdefault(settings_key(run), run)
+                per_task[run.task].add(settings_key(run))
+        if all(len(keys) == 1 for keys in per_task.values()):
+            names.update({(algo, key): written for key in kinds})
+        else:
+            for key, variant in _variants(kinds).items():
+                names[algo, key] = f"{written} ({variant})"
+    return names
+
+
+def _variants(kinds: Mapping[Hashable, RecordedRun]) -> dict[Hashable, str]:
+    """Presets, where these are different, and settings where they are not."""
+    by_preset: dict[str, dict[Hashable, RecordedRun]] = defaultdict(dict)
+    for key, run in kinds.items():
+        by_preset[run.preset][key] = run
+    variants = {}
+    for preset, same in by_preset.items():
+        names = differing_settings([run.learning_settings for run in same.values()])
+        for number, (key, run) in enumerate(same.items(), start=1):
+            texts = settings_text(run.learning_settings, _telling_settings(run, names))
+            parts = [preset] if len(by_preset) > 1 or not texts else []
+            parts += texts[:_SETTINGS_IN_A_LABEL]
+            if len(texts) > _SETTINGS_IN_A_LABEL:
+                parts.append(f"… {number}")  # what is left out may be all that differs
+            variants[key] = ", ".join(parts)
+    return variants
+
+
+def _telling_settings(run: RecordedRun, names: Sequence[str]) -> Sequence[str]:
+    """Those of the settings that are not the preset's.
+
+    If none is, then the name of the preset says it all, unless the run has other changes.
+    """
+    changes = changes_to_preset(run)
+    telling = [name for name in names if name in changes or name == "total_frames"]
+    others = [name for name in changes if name in run.learning_settings]
+    return telling if telling or not others else names
