@@ -47,7 +47,7 @@ from minerva_torchrl.envs.batched import copy_seeds
 from minerva_torchrl.modules import DirectModule, GaussianPolicy
 
 LAYERS = (512, 256)
-FRAMES = 800  # in a call: 50 steps of 16 environments
+FRAMES = 4_000  # in a call: a rollout of the on-policy algorithms
 
 
 class RawLoop:

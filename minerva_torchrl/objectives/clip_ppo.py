@@ -63,7 +63,7 @@ class DirectClipPPOLoss(ClipPPOLoss):
             return None  # TorchRL knows what to do, or what to say
         log_weight = log_prob - old_log_prob
         output = self._objective(log_weight, advantage.squeeze(-1), with_metrics)
-        if self.entropy_bonus:
+        if self.entropy_bonus and (with_metrics or not self._entropy_is_ignored()):
             if has_analytic_entropy(dist):
                 entropy = dist.entropy()
             else:
@@ -88,6 +88,10 @@ class DirectClipPPOLoss(ClipPPOLoss):
             and tensordict.get(keys.advantage, None) is not None
             and all(tensordict.get(mask, None) is None for mask in _MASKS)
         )
+
+    def _entropy_is_ignored(self) -> bool:
+        coefficient = self.entropy_coeff
+        return coefficient.device.type == "cpu" and not coefficient.any()  # nothing waits there
 
     def _current_dist(self, tensordict: TensorDictBase) -> D.Distribution:
         inputs = tensordict.select(*self.actor_network.in_keys)
