@@ -10,10 +10,10 @@ STAMP := $(VENV)/.installed
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all bench check format clean
+.PHONY: help train test test-all bench results-smoke report check format clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-9s  %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s  %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 train: $(STAMP) ## train MPO on cartpole-balance in a few minutes (ARGS="..." changes settings)
 	@$(BIN)/python examples/mpo_dmc.py total_frames=16_000 eval.interval=2_000 $(ARGS)
@@ -26,6 +26,12 @@ test-all: $(STAMP) ## run the tests, slow ones included
 
 bench: $(STAMP) ## run the quick benchmarks (ARGS="--cpu" on a busy machine)
 	@$(BIN)/python benchmarks/quick.py $(ARGS)
+
+results-smoke: $(STAMP) ## train each algorithm for a few minutes and see whether it still learns
+	@$(BIN)/python benchmarks/learning.py $(ARGS)
+
+report: $(STAMP) ## write a report about all runs in runs/ to report/ (ARGS="..." for its options)
+	@$(BIN)/python -m minerva_torchrl.report runs --out report $(ARGS)
 
 check: $(STAMP) ## lint, check the formatting and the types
 	@$(BIN)/python -m ruff check .
