@@ -160,7 +160,7 @@ _VMPO_PRESETS = {
         run={
             "collector": {"frames_per_batch": 4096},
             "env": {"num_envs": 1},
-            "network": {"actor_sizes": [512, 256], "critic_sizes": [512, 256]},
+            "network": {"actor_sizes": [512, 256], "critic_sizes": [512, 256], "init_scale": 1.0},
             "loss": {"gamma": 0.98, "lmbda": 0.92},
             "optim": {
                 "lr_actor": 1e-4,
@@ -182,7 +182,7 @@ _PPO_PRESETS = {
         run={
             "collector": {"frames_per_batch": 2048},
             "env": {"num_envs": 1},
-            "network": {"actor_sizes": [512, 256], "critic_sizes": [512, 256]},
+            "network": {"actor_sizes": [512, 256], "critic_sizes": [512, 256], "init_scale": 1.0},
             "optim": {"lr": 2e-4, "minibatch_size": 32},
         },
     ),

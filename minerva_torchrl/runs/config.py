@@ -202,18 +202,21 @@ class MPOOptimConfig:
 class OnPolicyNetworkConfig:
     """Tanh networks with orthogonal initialisation."""
 
-    actor_sizes: tuple[int, ...] = (64, 64)
-    critic_sizes: tuple[int, ...] = (64, 64)
-    init_scale: float = 1.0
-    """Initial standard deviation, one free parameter per action dimension."""
+    actor_sizes: tuple[int, ...] = (256, 256)
+    critic_sizes: tuple[int, ...] = (256, 256)
+    init_scale: float = 0.4
+    """Initial standard deviation, one free parameter per action dimension.
+
+    Much larger, and most actions would be cut off at their bounds.
+    """
 
 
 @dataclass(frozen=True)
 class VMPOLossConfig:
     """Arguments of ``VMPOLoss`` and of its value estimator, explained there."""
 
-    gamma: float = 0.99
-    lmbda: float = 0.95
+    gamma: float = 0.98
+    lmbda: float = 0.92
     top_k_fraction: float = 0.5
     epsilon_eta: float = 0.1
     epsilon_mean: float | None = None
@@ -252,8 +255,8 @@ class VMPOOptimConfig:
 class PPOLossConfig:
     """Arguments of ``make_ppo_loss``, explained there."""
 
-    gamma: float = 0.99
-    lmbda: float = 0.95
+    gamma: float = 0.98
+    lmbda: float = 0.92
     clip_epsilon: float = 0.2
     clip_value: bool = True
     value_coeff: float = 0.5
