@@ -46,6 +46,7 @@ _MPO_PRESETS = {
             "policy_states": "current",
             "sequence_steps": "first",
             "action_penalization": False,
+            "epsilon": 0.1,
             "epsilon_mean": 2.5e-3,
             "epsilon_stddev": 2.5e-3,
             "init_temperature": 10.0,
@@ -79,6 +80,7 @@ _MPO_PRESETS = {
     # target, a large initial temperature, an update for every eight frames.
     "acme": Preset(
         loss={
+            "epsilon": 0.1,
             "epsilon_mean": 2.5e-3,
             "epsilon_stddev": 1e-6,
             "init_temperature": 10.0,
@@ -111,6 +113,7 @@ _MPO_PRESETS = {
     # networks with a tanh mean and normalised observations.
     "tonic": Preset(
         loss={
+            "epsilon": 0.1,
             "epsilon_mean": 1e-3,
             "epsilon_stddev": 1e-6,
             "init_temperature": 1.3133,

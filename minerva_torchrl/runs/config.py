@@ -154,7 +154,8 @@ class MPOLossConfig:
     """Trace parameter of ``td_lambda`` and ``retrace``."""
     num_action_samples: int = 20
     num_value_samples: int | None = None
-    epsilon: float = 0.1
+    epsilon: float = 0.5
+    """With the 0.1 of the papers the weights of 20 samples are almost uniform."""
     epsilon_mean: float = 1e-2
     epsilon_stddev: float = 1e-6
     per_dim_constraining: bool = True
