@@ -6,13 +6,21 @@
 `minerva_torchrl[default]` and `minerva_torchrl[minerva-seed]` are `MPOLoss` with
 `MPOOptimizationStepper`; each is compared with a floor that does the same mathematics. The
 mathematics of the two presets differs: one draw of samples per update against two.
+
+`rlax[default]` and `rlax[minerva-seed]` are the floors' updates in JAX, if `jax`, `rlax` and
+`optax` are installed. With `--threads 1` JAX works in one thread as well; with more it takes as
+many as it wants, which is one for every core.
 """
 
 from __future__ import annotations
 
+import importlib.util
+import os
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from tensordict import TensorDict
@@ -22,12 +30,15 @@ from torchrl.modules import IndependentNormal, ProbabilisticActor, ValueOperator
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from _harness import check_same_parameters, make_parser, measure, report, start, without_prefix
-from mpo_floor import Critic, FloorSettings, MPOFloor, Policy
+from mpo_floor import Critic, Dual, FloorSettings, MPOFloor, Policy
 
 from minerva_torchrl import MPOLoss, MPOOptimizationStepper
 from minerva_torchrl.modules import GaussianPolicy, StateActionCritic
 from minerva_torchrl.presets import mpo_preset
 from minerva_torchrl.trainers import make_target_updater
+
+if TYPE_CHECKING:
+    from mpo_jax import RlaxMPO
 
 Config = tuple[int, int, int, tuple[int, ...], int]  # observation, action, batch, layers, samples
 CONFIGS: dict[str, Config] = {
@@ -141,6 +152,39 @@ def check_agreement(
         assert torch.allclose(ours, dual(), rtol=1e-4), f"{name}: {ours} is not {dual()}"
 
 
+def prepare_jax(threads: int) -> None:
+    """Set what jax reads once, when it is imported."""
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    if threads == 1:
+        flags = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
+        os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}".strip()
+        os.environ["NPROC"] = "1"  # the flags alone leave a thread for every core
+
+
+def make_rlax(floor: MPOFloor, plain: dict[str, torch.Tensor]) -> RlaxMPO | None:
+    """The floor's update in JAX, or nothing without the packages that it needs."""
+    if not all(importlib.util.find_spec(name) for name in ("jax", "rlax", "optax")):
+        return None
+    from mpo_jax import RlaxMPO
+
+    return RlaxMPO(floor, plain)
+
+
+def check_rlax(peer: RlaxMPO, floor: MPOFloor, plain: dict[str, torch.Tensor]) -> None:
+    """Both take updates with the same noise, which must lead to the same parameters."""
+    draws, *shape = peer.noise_shape
+    for seed in range(3):
+        torch.manual_seed(seed)
+        floor.update(plain)
+        torch.manual_seed(seed)
+        peer.update_with(torch.stack([torch.randn(shape) for _ in range(draws)]))
+    for name, network in (("policy", floor.policy), ("critic", floor.critic)):
+        check_same_parameters(peer.tensors(name), dict(network.named_parameters()), lr=RATES[0])
+    for name, raw in peer.tensors("duals").items():
+        theirs, dual = Dual(raw)(), floor.duals[name]()
+        assert torch.allclose(theirs, dual, rtol=1e-4), f"{name}: {theirs} is not {dual}"
+
+
 def flat(data: TensorDict) -> dict[str, torch.Tensor]:
     return {
         "observation": data["observation"],
@@ -151,27 +195,41 @@ def flat(data: TensorDict) -> dict[str, torch.Tensor]:
     }
 
 
-def main() -> None:
-    parser = make_parser(__doc__, rounds=9)
-    parser.add_argument("--config", choices=tuple(CONFIGS), default="c20")
-    args = start(parser)
-    config = CONFIGS[args.config]
+def make_cases(config: Config) -> tuple[dict[str, Callable[[], None]], dict[str, str]]:
+    """What is timed, by name, and the name of the floor of each. All have been checked."""
     data = make_data(config)
     plain = flat(data)
-    cases, floors = {}, {}
+    cases: dict[str, Callable[[], None]] = {}
+    floors: dict[str, str] = {}
     for preset, floor_name in (("default", "floor"), ("minerva-seed", "floor[minerva-seed]")):
         loss, stepper = make_ours(config, preset)
         updater = make_target_updater(loss, period=100)
-        floor = make_floor(loss, stepper, mpo_preset(preset).adam)
+        adam = mpo_preset(preset).adam
+        floor = make_floor(loss, stepper, adam)
         check_agreement(loss, stepper, floor, data, plain)
 
         def ours(loss=loss, stepper=stepper, updater=updater) -> None:
             stepper.update(loss, data)
             updater.step()
 
-        name = f"minerva_torchrl[{preset}]"
-        cases |= {name: ours, floor_name: lambda floor=floor: floor.update(plain)}
-        floors |= {name: floor_name, floor_name: floor_name}
+        new = {f"minerva_torchrl[{preset}]": ours}
+        new[floor_name] = lambda floor=floor: floor.update(plain)
+        reference = make_floor(loss, stepper, adam)  # its target networks are not the trained ones
+        peer = make_rlax(reference, plain)
+        if peer is not None:
+            check_rlax(peer, reference, plain)
+            new[f"rlax[{preset}]"] = peer.update
+        cases |= new
+        floors |= dict.fromkeys(new, floor_name)
+    return cases, floors
+
+
+def main() -> None:
+    parser = make_parser(__doc__, rounds=9)
+    parser.add_argument("--config", choices=tuple(CONFIGS), default="c20")
+    args = start(parser)
+    prepare_jax(args.threads)
+    cases, floors = make_cases(CONFIGS[args.config])
     results = measure(cases, rounds=args.rounds, clock=args.clock)
     report(results, config=args.config, as_json=args.json, floors=floors)
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import sys
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -158,6 +160,68 @@ def test_mpo_agrees_with_its_floor(preset: str) -> None:
 def test_mpo_check_notices_other_targets() -> None:
     with pytest.raises(AssertionError, match="differs from the floor"):
         check_mpo("default", lambda floor: perturb(floor.target_critic))
+
+
+@pytest.mark.parametrize("missing", ["jax", "rlax", "optax"])
+def test_mpo_is_timed_without_jax(missing: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    find_spec = importlib.util.find_spec
+    found = {name: object() for name in ("jax", "rlax", "optax")} | {missing: None}
+    monkeypatch.setattr(
+        importlib.util,
+        "find_spec",
+        lambda name, *args: found[name] if name in found else find_spec(name, *args),
+    )
+    cases, floors = mpo_update.make_cases(TINY_MPO)
+    assert floors == {
+        "minerva_torchrl[default]": "floor",
+        "floor": "floor",
+        "minerva_torchrl[minerva-seed]": "floor[minerva-seed]",
+        "floor[minerva-seed]": "floor[minerva-seed]",
+    }
+    assert list(cases) == list(floors)
+
+
+def make_rlax(preset: str) -> tuple[mpo_update.RlaxMPO, MPOFloor, dict[str, torch.Tensor]]:
+    """A pair in which every part of an update leaves its mark on the parameters."""
+    pytest.importorskip("rlax")
+    pytest.importorskip("optax")
+    loss, stepper = mpo_update.make_ours(TINY_MPO, preset)
+    make_target_updater(loss, period=100)
+    floor = mpo_update.make_floor(loss, stepper, mpo_preset(preset).adam)
+    perturb(floor.policy)  # away from the target policy
+    floor.optimizers[2].param_groups[0]["lr"] = 0.3
+    for dual in floor.duals.values():
+        dual.raw.detach().zero_()
+    if floor.s.clip_duals is not None:
+        floor.s = replace(floor.s, clip_duals=0.01)
+    plain = mpo_update.flat(mpo_update.make_data(TINY_MPO))
+    plain["terminated"][::3] = True
+    return mpo_update.make_rlax(floor, plain), floor, plain
+
+
+# What rlax imports is not always up to date with jax.
+behind = pytest.mark.filterwarnings("ignore:jax.core.pytype_aval_mappings:DeprecationWarning")
+
+
+@behind
+@pytest.mark.parametrize("preset", ["default", "minerva-seed"])
+def test_rlax_agrees_with_the_floor(preset: str) -> None:
+    peer, floor, plain = make_rlax(preset)
+    mpo_update.check_rlax(peer, floor, plain)
+    before = {part: peer.tensors(part) for part in ("policy", "critic", "duals")}
+    peer.update()  # with noise of its own
+    for part, old in before.items():
+        new = peer.tensors(part)
+        assert all(new[name].isfinite().all() for name in old)
+        assert all((new[name] != old[name]).any() for name in old)
+
+
+@behind
+def test_rlax_check_notices_other_targets() -> None:
+    peer, floor, plain = make_rlax("default")
+    perturb(floor.target_critic)
+    with pytest.raises(AssertionError, match="differs from the floor"):
+        mpo_update.check_rlax(peer, floor, plain)
 
 
 @pytest.mark.parametrize("preset", ["default", "minerva-seed"])
