@@ -88,3 +88,12 @@ def test_under_vmap() -> None:
 def test_on_the_meta_device(activation: Activation, function: Function) -> None:
     x = torch.empty(2**18, device="meta")
     assert activation()(x).shape == function(x).shape
+
+
+@pytest.mark.parametrize("gradients", [False, True])
+@pytest.mark.parametrize(("activation", "function"), PAIRS)
+def test_in_compiled_code(activation: Activation, function: Function, gradients: bool) -> None:
+    compiled = torch.compile(activation(), backend="eager", fullgraph=True)
+    x = inputs(2**13)
+    with torch.set_grad_enabled(gradients):
+        torch.testing.assert_close(compiled(x), function(x), rtol=0, atol=3e-7)
