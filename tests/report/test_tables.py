@@ -226,9 +226,9 @@ def test_bars_of_presets_and_variants(tmp_path: Path) -> None:
 
 def test_many_changes_are_shortened(tmp_path: Path) -> None:
     names = ("loss__gamma", "loss__epsilon", "loss__epsilon_mean", "loss__epsilon_penalty")
-    write_run(tmp_path / "a", **dict.fromkeys(names, 0.5))
+    write_run(tmp_path / "a", **dict.fromkeys(names, 0.123))
     ((settings, *_),) = results(tmp_path, bar(1.0))
-    assert str(settings).endswith("loss.epsilon_mean=0.5, and 1 more")
+    assert str(settings).endswith("loss.epsilon_mean=0.123, and 1 more")
 
 
 def test_unfinished_runs_meet_no_bar(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -128,7 +129,9 @@ def cut_the_settings(run_dir: Path) -> None:
 
 def garble_a_setting(run_dir: Path) -> None:
     file = run_dir / "config.yaml"
-    file.write_text(file.read_text().replace("gamma: 0.99", "gamma: 9.9"))
+    text, count = re.subn(r"gamma: 0\.\d+", "gamma: 9.9", file.read_text())
+    assert count == 1
+    file.write_text(text)
 
 
 def garble_the_evaluations(run_dir: Path) -> None:
