@@ -64,7 +64,7 @@ def test_one_of_them_in_a_folder(
 ) -> None:
     arguments = ("--only", "ppo", "--seed", "3", "--out", str(tmp_path / "out"))
     assert run(monkeypatch, *arguments) == 0
-    assert (tmp_path / "out" / "ppo-task-3" / "summary.json").exists()
+    assert (tmp_path / "out" / "ppo-3" / "summary.json").exists()
     with pytest.raises(SystemExit, match="2"):
         run(monkeypatch, *arguments)
     assert "it has runs already: " in capsys.readouterr().err
