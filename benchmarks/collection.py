@@ -47,6 +47,14 @@ from minerva_torchrl.envs.batched import copy_seeds
 from minerva_torchrl.modules import DirectModule, GaussianPolicy
 
 LAYERS = (512, 256)
+# What a training run gives its collector.
+COLLECTOR: dict[str, Any] = {
+    "total_frames": -1,
+    "policy_device": "cpu",
+    "env_device": "cpu",
+    "storing_device": "cpu",
+    "trust_policy": True,
+}
 FRAMES = 4_000  # in a call: a rollout of the on-policy algorithms
 
 
@@ -133,16 +141,7 @@ def plain_policy(actor: ProbabilisticActor) -> Policy:
 
 def make_collector(env: EnvBase, actor: ProbabilisticActor, frames: int) -> Collector:
     """The collector of a training run."""
-    return Collector(
-        env,
-        actor,
-        frames_per_batch=frames,
-        total_frames=-1,
-        policy_device="cpu",
-        env_device="cpu",
-        storing_device="cpu",
-        trust_policy=True,
-    )
+    return Collector(env, actor, frames_per_batch=frames, **COLLECTOR)
 
 
 def make_workers(
@@ -154,13 +153,9 @@ def make_workers(
         make,
         actor,
         frames_per_batch=frames,
-        total_frames=-1,
-        policy_device="cpu",
-        env_device="cpu",
-        storing_device="cpu",
-        trust_policy=True,
         cat_results="stack",
         num_threads=torch.get_num_threads(),
+        **COLLECTOR,
     )
 
 

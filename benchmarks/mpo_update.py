@@ -195,7 +195,9 @@ def flat(data: TensorDict) -> dict[str, torch.Tensor]:
     }
 
 
-def make_cases(config: Config) -> tuple[dict[str, Callable[[], None]], dict[str, str]]:
+def make_cases(
+    config: Config, *, compiled: bool = False
+) -> tuple[dict[str, Callable[[], None]], dict[str, str]]:
     """What is timed, by name, and the name of the floor of each. All have been checked."""
     data = make_data(config)
     plain = flat(data)
@@ -203,6 +205,8 @@ def make_cases(config: Config) -> tuple[dict[str, Callable[[], None]], dict[str,
     floors: dict[str, str] = {}
     for preset, floor_name in (("default", "floor"), ("minerva-seed", "floor[minerva-seed]")):
         loss, stepper = make_ours(config, preset)
+        if compiled:
+            loss.qvalue_network.module.compile()
         updater = make_target_updater(loss, period=100)
         adam = mpo_preset(preset).adam
         floor = make_floor(loss, stepper, adam)
@@ -227,9 +231,10 @@ def make_cases(config: Config) -> tuple[dict[str, Callable[[], None]], dict[str,
 def main() -> None:
     parser = make_parser(__doc__, rounds=9)
     parser.add_argument("--config", choices=tuple(CONFIGS), default="c20")
+    parser.add_argument("--compile", action="store_true", help="compile the critic of ours")
     args = start(parser)
     prepare_jax(args.threads)
-    cases, floors = make_cases(CONFIGS[args.config])
+    cases, floors = make_cases(CONFIGS[args.config], compiled=args.compile)
     results = measure(cases, rounds=args.rounds, clock=args.clock)
     report(results, config=args.config, as_json=args.json, floors=floors)
 

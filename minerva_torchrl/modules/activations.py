@@ -1,4 +1,4 @@
-"""Activations that are faster on a CPU, with the same values to a few units in the last place."""
+"""Activations that are faster on a CPU, with the same values to about 2e-7 in single precision."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ class Tanh(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """``tanh`` of every element."""
-        gradients = torch.is_grad_enabled()
-        if torch.compiler.is_compiling() and not gradients and x.device.type == "cpu":
+        gradients, compiling = torch.is_grad_enabled(), torch.compiler.is_compiling()
+        if compiling and not gradients and x.device.type == "cpu":
             return (2 * x).sigmoid() * 2 - 1  # all in one pass
         large = x.numel() >= (_LARGE_WITH_GRADIENTS if gradients else _LARGE)
-        if not large or x.device.type != "cpu" or torch.compiler.is_compiling():
+        if compiling or not large or x.device.type != "cpu":
             return x.tanh()
         if gradients:
             return _SigmoidTanh.apply(x)

@@ -98,7 +98,7 @@ def draw_task(
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    from minerva_torchrl.runs.curve import _TEXT_COLOUR, _style
+    from minerva_torchrl.runs.curve import TEXT_COLOUR, style_axes
 
     styles = line_styles(groups) if styles is None else styles
     texts = [_group_text(group) for group in groups] + [_reference_text(r) for r in references]
@@ -112,7 +112,7 @@ def draw_task(
     figure = Figure((_WIDTH, height), dpi=_DOTS_PER_INCH, facecolor="white", layout=layout)
     canvas = FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    _style(axes, title)
+    style_axes(axes, title)
     lines = [_draw_group(axes, group, styles[group.label]) for group in groups]
     end = max([1, *(int(frame) for group in groups for frame in group.curve.frames[-1:])])
     axes.set_xlim(-0.02 * end, 1.02 * end)
@@ -131,7 +131,7 @@ def draw_task(
         handlelength=2.6,
         frameon=False,
         fontsize=8,
-        labelcolor=_TEXT_COLOUR,
+        labelcolor=TEXT_COLOUR,
         title="mean over seeds and its 95 % interval" if has_bands else None,
         title_fontsize=8,
     )

@@ -16,13 +16,13 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["draw_curve"]
+__all__ = ["TEXT_COLOUR", "draw_curve", "style_axes"]
 
 _DOTS_PER_INCH = 120
 _SIZE = (800 / _DOTS_PER_INCH, 500 / _DOTS_PER_INCH)
 _EVALUATION_COLOUR = "#1f5fa8"
 _TRAINING_COLOUR = "#8a94a0"
-_TEXT_COLOUR = "#333a42"
+TEXT_COLOUR = "#333a42"
 _LINE_COLOUR = "#d9dde2"
 
 
@@ -66,7 +66,7 @@ def draw_curve(
     figure = Figure(figsize=_SIZE, dpi=_DOTS_PER_INCH, facecolor="white", layout=layout)
     canvas = FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    _style(axes, title)
+    style_axes(axes, title)
     trained = _draw_training(axes, training)
     evaluated = _draw_evaluations(axes, evaluations)
     if not evaluated.size:
@@ -76,18 +76,24 @@ def draw_curve(
         canvas.print_png(file)
 
 
-def _style(axes: Axes, title: str) -> None:
+def style_axes(axes: Axes, title: str) -> None:
+    """Give the axes of a learning curve the look that all of them have.
+
+    Args:
+        axes (Axes): of Matplotlib.
+        title (str): text above them.
+    """
     from matplotlib.ticker import EngFormatter, MaxNLocator
 
     axes.set_facecolor("white")
     axes.set_title(
-        title, loc="left", fontsize=11, fontweight="bold", color=_TEXT_COLOUR, parse_math=False
+        title, loc="left", fontsize=11, fontweight="bold", color=TEXT_COLOUR, parse_math=False
     )
-    axes.set_xlabel("frames", fontsize=9, color=_TEXT_COLOUR)
-    axes.set_ylabel("episode return", fontsize=9, color=_TEXT_COLOUR)
+    axes.set_xlabel("frames", fontsize=9, color=TEXT_COLOUR)
+    axes.set_ylabel("episode return", fontsize=9, color=TEXT_COLOUR)
     axes.xaxis.set_major_formatter(EngFormatter(sep=""))
     axes.xaxis.set_major_locator(MaxNLocator(nbins=8, steps=[1, 2, 5, 10], integer=True))
-    axes.tick_params(labelsize=8, color=_LINE_COLOUR, labelcolor=_TEXT_COLOUR)
+    axes.tick_params(labelsize=8, color=_LINE_COLOUR, labelcolor=TEXT_COLOUR)
     axes.grid(True, color=_LINE_COLOUR, linewidth=0.6)
     axes.set_axisbelow(True)
     for side, spine in axes.spines.items():
@@ -111,7 +117,7 @@ def _fit(figure: Figure, axes: Axes, frames: NDArray[np.float64]) -> None:
         ncols=2,
         frameon=False,
         fontsize=8,
-        labelcolor=_TEXT_COLOUR,
+        labelcolor=TEXT_COLOUR,
         markerscale=1.2,
     )
     for handle in legend.legend_handles:

@@ -16,7 +16,7 @@ from minerva_torchrl.objectives.duals import DualVariable
 __all__ = ["NonFiniteError", "PhasedStepper", "Undo", "backward", "dual_tensors", "step_if"]
 
 
-_FLAGS_KEPT = 256  # before the host looks at them, if nobody asks
+_FLAGS_KEPT = 256  # before they become one tensor
 
 
 class NonFiniteError(RuntimeError):
@@ -34,7 +34,7 @@ class PhasedStepper(OptimizationStepper):
 
     _optimizer_names: tuple[str, ...]
     _skips: tuple[int, int, int] = (0, 0, 0)  # in all, in a row until now, most in a row
-    _uncounted: tuple[Tensor, ...] = ()  # flags of the latest updates, still on the device
+    _uncounted: tuple[Tensor, ...] = ()  # flags of the latest updates, 1-d, still on the device
 
     @property
     def skipped_updates(self) -> int:
@@ -78,13 +78,13 @@ class PhasedStepper(OptimizationStepper):
 
     def _count(self, taken: Tensor) -> None:
         """Count an update, as left out unless a 0-d flag is true."""
-        self._uncounted = (*self._uncounted, taken)
+        self._uncounted = (*self._uncounted, taken.reshape(1))
         if len(self._uncounted) >= _FLAGS_KEPT:
-            self._tally()
+            self._uncounted = (torch.cat(self._uncounted),)
 
     def _tally(self) -> tuple[int, int, int]:
         total, in_a_row, longest = self._skips
-        for taken in torch.stack(self._uncounted).tolist() if self._uncounted else ():
+        for taken in torch.cat(self._uncounted).tolist() if self._uncounted else ():
             in_a_row = 0 if taken else in_a_row + 1
             total += not taken
             longest = max(longest, in_a_row)

@@ -106,10 +106,14 @@ class TestSteppers:
         stepper.check_finite(4)
 
     def test_counts_many(self, fused: bool) -> None:
-        """More updates than there are flags kept."""
+        """More updates than there are flags kept; nothing is read before somebody asks."""
         problem = Problem("mpo", fused=fused)
         bad = spoil(problem.batch(1), REWARD, NAN)
-        with mock.patch("minerva_torchrl.trainers._phases._FLAGS_KEPT", 2):
+        read = mock.Mock(side_effect=AssertionError("read"))
+        with (
+            mock.patch("minerva_torchrl.trainers._phases._FLAGS_KEPT", 2),
+            mock.patch.object(problem.stepper, "_tally", read),
+        ):
             for batch in (bad, bad, bad, problem.batch(0), bad):
                 problem.update(batch)
         assert problem.stepper.state_dict()["skips"] == (4, 1, 3)
