@@ -1,12 +1,11 @@
-"""The nodes compose with TorchRL's, say what the classes say, and make trainers that train."""
+"""The nodes compose with TorchRL's, and make trainers that train."""
 
 from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Iterable
-from dataclasses import fields
-from inspect import Parameter, cleandoc, signature
+from collections.abc import Callable
+from inspect import cleandoc
 from pathlib import Path
 from typing import Any
 
@@ -16,159 +15,23 @@ from hydra import compose, initialize_config_dir
 from hydra.core.config_store import ConfigStore
 from hydra.errors import ConfigCompositionException, InstantiationException
 from hydra.utils import instantiate
-from omegaconf import MISSING, DictConfig
+from omegaconf import DictConfig
 from omegaconf.errors import MissingMandatoryValue
 from tensordict import TensorDict
 from torch import Tensor, nn
 from torchrl.objectives import HardUpdate, SoftUpdate
 from torchrl.objectives.value import GAE, TD0Estimator, TD1Estimator, TDLambdaEstimator
-from torchrl.trainers import Trainer
 from torchrl.trainers.algorithms import configs as torchrl_configs
 
 from minerva_torchrl import (
     MPOLoss,
-    MPOOptimizationStepper,
     MPOTrainer,
     Retrace,
     VMPOLoss,
-    VMPOOptimizationStepper,
     VMPOTrainer,
-    make_env,
 )
 from minerva_torchrl.trainers import configs
-
-MPO = """
-defaults:
-  - trainer: mpo
-  - collector@trainer.collector: sync
-  - env@trainer.collector.create_env_fn: minerva
-  - model@trainer.actor_network: independent_normal
-  - network@trainer.actor_network.network: mlp
-  - model@trainer.qvalue_network: value
-  - network@trainer.qvalue_network.network: mlp
-  - loss@trainer.loss_module: mpo
-  - replay_buffer@trainer.replay_buffer: tensordict
-  - storage@trainer.replay_buffer.storage: lazy_tensor
-  - target_net_updater@trainer.target_net_updater: soft
-  - optimizer@trainer.optimizer_critic: sgd
-  - optimizer@trainer.optimizer_actor: adam
-  - optimizer@trainer.optimizer_dual: adam
-  - _self_
-
-trainer:
-  total_frames: 200
-  optim_steps_per_batch: 3
-  n_steps: 5
-  progress_bar: false
-  collector:
-    _partial_: true
-    frames_per_batch: 50
-    create_env_fn: {name: cartpole-balance, seed: 0}
-  actor_network:
-    network: {in_features: 5, out_features: 2, num_cells: [16]}
-  qvalue_network:
-    in_keys: [observation, action]
-    network: {in_features: 6, out_features: 1, num_cells: [16]}
-  loss_module:
-    _partial_: true
-  replay_buffer:
-    batch_size: 16
-    storage: {max_size: 1000}
-"""
-
-VMPO = """
-defaults:
-  - trainer: vmpo
-  - collector@trainer.collector: sync
-  - env@trainer.collector.create_env_fn: minerva
-  - model@trainer.actor_network: independent_normal
-  - network@trainer.actor_network.network: mlp
-  - model@trainer.critic_network: value
-  - network@trainer.critic_network.network: mlp
-  - loss@trainer.loss_module: vmpo
-  - optimizer@trainer.optimizer: adam
-  - optimizer@trainer.optimizer_alpha: adam
-  - _self_
-
-trainer:
-  total_frames: 200
-  progress_bar: false
-  collector:
-    _partial_: true
-    frames_per_batch: 100
-    create_env_fn: {name: cartpole-balance, num_envs: 2, seed: 0}
-  actor_network:
-    network: {in_features: 5, out_features: 2, num_cells: [16]}
-  critic_network:
-    in_keys: [observation]
-    network: {in_features: 5, out_features: 1, num_cells: [16]}
-  loss_module:
-    _partial_: true
-"""
-
-# As TorchRL's own examples do it: every part complete, and used by its name.
-WHOLE_PARTS = """
-defaults:
-  - trainer: vmpo
-  - collector: sync
-  - env: minerva
-  - model@actor: independent_normal
-  - network@actor.network: mlp
-  - model@critic: value
-  - network@critic.network: mlp
-  - loss: vmpo
-  - optimizer: adam
-  - _self_
-
-env: {name: cartpole-balance}
-actor:
-  network: {in_features: 5, out_features: 2, num_cells: [16]}
-critic:
-  in_keys: [observation]
-  network: {in_features: 5, out_features: 1, num_cells: [16]}
-collector: {create_env_fn: "${env}", policy: "${actor}", frames_per_batch: 100}
-loss: {actor_network: "${actor}", critic_network: "${critic}"}
-trainer:
-  total_frames: 200
-  progress_bar: false
-  collector: ${collector}
-  loss_module: ${loss}
-  optimizer: ${optimizer}
-  optimizer_alpha: ${optimizer}
-"""
-
-# The policy, critic, environment and collector are TorchRL's.
-LOSS_ALONE = """
-defaults:
-  - collector: sync
-  - env@collector.create_env_fn: gym
-  - model@collector.policy: tanh_normal
-  - network@collector.policy.network: mlp
-  - loss: mpo
-  - model@loss.qvalue_network: value
-  - network@loss.qvalue_network.network: mlp
-  - target_net_updater: soft
-  - _self_
-
-collector:
-  frames_per_batch: 20
-  auto_register_policy_transforms: false
-  create_env_fn: {env_name: Pendulum-v1}
-  policy:
-    in_keys: [observation]
-    param_keys: [loc, scale]
-    out_keys: [action]
-    low: -2.0
-    high: 2.0
-    return_log_prob: true
-    network: {in_features: 3, out_features: 2, num_cells: [16]}
-loss:
-  actor_network: ${collector.policy}
-  qvalue_network:
-    in_keys: [observation, action]
-    network: {in_features: 4, out_features: 1, num_cells: [16]}
-  action_spec: {_target_: torchrl.data.Bounded, low: -2.0, high: 2.0, shape: 1}
-"""
+from tests.trainers.config_files import LOSS_ALONE, MPO, VMPO, WHOLE_PARTS
 
 Compose = Callable[..., DictConfig]
 
@@ -577,80 +440,6 @@ class TestOtherNodes:
         rollout = env.rollout(10)
         assert rollout.shape == (3, 4)
         assert type(env.transform[-1]).__name__ == "RunningObservationNorm"
-
-
-# What the classes have, and why a field of theirs is left out ------------------------------------
-
-# Done by the optimisation stepper.
-BY_STEPPER = {"optimizer", "optimization_stepper", "clip_grad_norm", "clip_norm"}
-# For learners that the steppers refuse, and for collectors that write to the buffer themselves.
-DISTRIBUTED = {
-    "learner_backend",
-    "learner_backend_options",
-    "learner_poll_interval",
-    "batch_size",
-    "async_collection",
-}
-# V-MPO is on-policy, and takes its policy steps inside one step.
-OFF_POLICY = {"replay_buffer", "optim_steps_per_batch"}
-
-
-def defaults_of_fields(node: type) -> dict[str, Any]:
-    return {f.name: f.default for f in fields(node) if not f.name.startswith("_")}
-
-
-def defaults_of_arguments(function: Any, leave_out: Iterable[str] = ()) -> dict[str, Any]:
-    return {
-        name: MISSING if parameter.default is Parameter.empty else parameter.default
-        for name, parameter in signature(function).parameters.items()
-        if parameter.kind is not Parameter.VAR_KEYWORD and name not in leave_out
-    }
-
-
-class TestParity:
-    @pytest.mark.parametrize(
-        ("node", "loss", "estimator"),
-        [(configs.MPOLossConfig, MPOLoss, "td0"), (configs.VMPOLossConfig, VMPOLoss, "gae")],
-    )
-    def test_losses(self, node: type, loss: type, estimator: str) -> None:
-        expected = defaults_of_arguments(loss)
-        expected = {k: None if v is MISSING else v for k, v in expected.items()}  # networks
-        expected |= {"value_estimator": estimator, "gamma": 0.99, "lmbda": 0.95}
-        assert defaults_of_fields(node) == expected
-
-    @pytest.mark.parametrize(
-        ("node", "trainer", "stepper", "critic", "leave_out"),
-        [
-            (
-                configs.MPOTrainerConfig,
-                MPOTrainer,
-                MPOOptimizationStepper,
-                "qvalue_network",
-                set(),
-            ),
-            (
-                configs.VMPOTrainerConfig,
-                VMPOTrainer,
-                VMPOOptimizationStepper,
-                "critic_network",
-                OFF_POLICY,
-            ),
-        ],
-    )
-    def test_trainers(
-        self, node: type, trainer: type, stepper: type, critic: str, leave_out: set[str]
-    ) -> None:
-        leave_out = leave_out | BY_STEPPER | DISTRIBUTED
-        base = {k: v for k, v in defaults_of_arguments(Trainer.__init__).items() if k != "self"}
-        expected = {k: v for k, v in base.items() if k not in leave_out}
-        expected |= defaults_of_arguments(trainer, leave_out)
-        expected |= defaults_of_arguments(stepper)
-        expected |= {"actor_network": None, critic: None, "hooks": None}
-        assert defaults_of_fields(node) == expected
-
-    def test_environment(self) -> None:
-        expected = defaults_of_arguments(make_env)
-        assert defaults_of_fields(configs.MinervaEnvConfig) == expected
 
 
 class TestRegistration:
