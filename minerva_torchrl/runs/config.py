@@ -176,10 +176,11 @@ class MPOLossConfig:
 class MPOOptimConfig:
     """Optimisers, and the arguments of ``MPOOptimizationStepper``."""
 
-    updates_per_frame: float = 0.5
+    updates_per_frame: float = 0.25
     """Updates per action."""
-    lr_actor: float = 3e-4
-    lr_critic: float = 3e-4
+    lr_actor: float = 1e-3
+    lr_critic: float = 1e-3
+    """Large for these algorithms, to make up for few updates."""
     lr_dual: float = 1e-2
     """Learning rate of the multipliers and temperatures."""
     lr_temperature: float | None = None

@@ -105,7 +105,7 @@ def write_realistic_runs(folder: Path) -> Path:
     rng = np.random.default_rng(7)
     kinds: list[tuple[str, str, str, int, float, float, dict[str, Any]]] = [
         ("walker-walk", "mpo", "mpo", 100_000, 940, 2.6, {}),
-        ("walker-walk", "mpo-lr", "mpo", 100_000, 720, 2.0, {"optim__lr_actor": 1e-3}),
+        ("walker-walk", "mpo-lr", "mpo", 100_000, 720, 2.0, {"optim__lr_actor": 2e-3}),
         ("walker-walk", "ppo", "ppo", 100_352, 420, 1.5, {"total_frames": 100_000}),
         ("cartpole-swingup", "mpo", "mpo", 100_000, 860, 3.2, {}),
         ("cartpole-swingup", "ppo", "ppo", 100_352, 540, 1.8, {"total_frames": 100_000}),

@@ -79,11 +79,11 @@ def test_named_by_preset(tmp_path: Path) -> None:
 
 def test_named_by_settings(tmp_path: Path) -> None:
     write_run(tmp_path / "a")
-    write_run(tmp_path / "b", optim__lr_actor=1e-3)
+    write_run(tmp_path / "b", optim__lr_actor=2e-3)
     write_run(tmp_path / "p", "ppo")
     assert [group.label for group in groups_in(tmp_path)] == [
         "MPO (default)",
-        "MPO (optim.lr_actor=1e-3)",
+        "MPO (optim.lr_actor=2e-3)",
         "PPO",
     ]
 
@@ -101,10 +101,10 @@ def test_each_is_named_by_its_own_changes(tmp_path: Path) -> None:
 
 def test_the_preset_alone_is_not_the_name_of_a_changed_one(tmp_path: Path) -> None:
     write_run(tmp_path / "a", loss__gamma=0.9)
-    write_run(tmp_path / "b", loss__gamma=0.9, optim__lr_actor=1e-3)
+    write_run(tmp_path / "b", loss__gamma=0.9, optim__lr_actor=2e-3)
     assert [group.label for group in groups_in(tmp_path)] == [
-        "MPO (optim.lr_actor=3e-4)",
         "MPO (optim.lr_actor=1e-3)",
+        "MPO (optim.lr_actor=2e-3)",
     ]
 
 
@@ -129,31 +129,31 @@ def test_named_by_both(tmp_path: Path) -> None:
 
 
 def test_long_names_are_short_and_different(tmp_path: Path) -> None:
-    many = {"env__frame_skip": 2, "loss__gamma": 0.9, "optim__lr_actor": 1e-3}
+    many = {"env__frame_skip": 2, "loss__gamma": 0.9, "optim__lr_actor": 2e-3}
     write_run(tmp_path / "a", **many, optim__clip_actor=1.0)
     write_run(tmp_path / "b", **many, optim__clip_actor=2.0)
     write_run(tmp_path / "c")
     labels = [group.label for group in groups_in(tmp_path)]
     assert len(set(labels)) == 3
-    assert labels[0].startswith("MPO (env.frame_skip=2, loss.gamma=0.9, optim.lr_actor=1e-3, …")
+    assert labels[0].startswith("MPO (env.frame_skip=2, loss.gamma=0.9, optim.lr_actor=2e-3, …")
     assert [label.count("=") for label in labels] == [3, 3, 0]
 
 
 def test_the_same_settings_have_the_same_name_everywhere(tmp_path: Path) -> None:
     write_run(tmp_path / "a")
-    write_run(tmp_path / "b", optim__lr_actor=1e-3)
+    write_run(tmp_path / "b", optim__lr_actor=2e-3)
     write_run(tmp_path / "c", task="cheetah-run")
     labels = {(g.task, g.label) for g in groups_in(tmp_path)}
     assert labels == {
         ("cheetah-run", "MPO (default)"),
         ("walker-walk", "MPO (default)"),
-        ("walker-walk", "MPO (optim.lr_actor=1e-3)"),
+        ("walker-walk", "MPO (optim.lr_actor=2e-3)"),
     }
 
 
 def test_different_settings_on_different_tasks_are_no_variants(tmp_path: Path) -> None:
     write_run(tmp_path / "a")
-    write_run(tmp_path / "b", task="cheetah-run", optim__lr_actor=1e-3)
+    write_run(tmp_path / "b", task="cheetah-run", optim__lr_actor=2e-3)
     assert [group.label for group in groups_in(tmp_path)] == ["MPO", "MPO"]
 
 
@@ -170,7 +170,7 @@ def test_unfinished_runs_are_apart(tmp_path: Path) -> None:
 
 def test_differences(tmp_path: Path) -> None:
     write_run(tmp_path / "a")
-    write_run(tmp_path / "b", optim__lr_actor=1e-3, optim__clip_actor=None)
+    write_run(tmp_path / "b", optim__lr_actor=2e-3, optim__clip_actor=None)
     write_run(tmp_path / "c", task="cheetah-run", env__num_envs=2)
     heading, table = differences_blocks(groups_in(tmp_path))
     assert heading == Paragraph("MPO:")
@@ -179,18 +179,18 @@ def test_differences(tmp_path: Path) -> None:
     assert len(table.columns) == 4
     assert table.rows == (
         (Code("env.num_envs"), Code("2"), Code("1"), Code("1")),
-        (Code("optim.lr_actor"), Code("3e-4"), Code("3e-4"), Code("1e-3")),
+        (Code("optim.lr_actor"), Code("1e-3"), Code("1e-3"), Code("2e-3")),
         (Code("optim.clip_actor"), Code("40"), Code("40"), Code("null")),
     )
 
 
 def test_differences_between_tasks_name_the_tasks(tmp_path: Path) -> None:
     write_run(tmp_path / "a")
-    write_run(tmp_path / "b", task="cheetah-run", optim__lr_actor=1e-3)
+    write_run(tmp_path / "b", task="cheetah-run", optim__lr_actor=2e-3)
     _, table = differences_blocks(groups_in(tmp_path))
     assert isinstance(table, Table)
     assert table.columns == ("Setting", "MPO on cheetah-run", "MPO on walker-walk")
-    assert table.rows == ((Code("optim.lr_actor"), Code("1e-3"), Code("3e-4")),)
+    assert table.rows == ((Code("optim.lr_actor"), Code("2e-3"), Code("1e-3")),)
 
 
 def test_no_differences(tmp_path: Path) -> None:
@@ -206,7 +206,7 @@ def test_no_differences(tmp_path: Path) -> None:
     (listing,) = details.blocks
     assert isinstance(listing, Listing)
     lines = listing.text.splitlines()
-    assert "optim.lr_actor: 3e-4" in lines
+    assert "optim.lr_actor: 1e-3" in lines
     assert "eval.episodes: 7, 5" in lines
     assert "env.name: cheetah-run, walker-walk" in lines
     assert not any(line.startswith(("seed", "run_dir", "resume")) for line in lines)

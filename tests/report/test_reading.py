@@ -244,7 +244,7 @@ def test_unfinished_runs_without_evaluations(tmp_path: Path) -> None:
 def test_duplicates(tmp_path: Path) -> None:
     write_run(tmp_path / "first", points=straight(top=50.0))
     write_run(tmp_path / "second", points=straight(top=60.0), eval__episodes=9, num_threads=2)
-    write_run(tmp_path / "other", optim__lr_actor=1e-3)
+    write_run(tmp_path / "other", optim__lr_actor=2e-3)
     loaded = load_runs([tmp_path / "first", tmp_path / "second", tmp_path / "other"])
     assert [run.folder.name for run in loaded.runs] == ["first", "other"]
     (problem,) = loaded.problems

@@ -211,12 +211,12 @@ def test_interpolated_bars_are_marked(tmp_path: Path) -> None:
 
 def test_bars_of_presets_and_variants(tmp_path: Path) -> None:
     write_run(tmp_path / "a")
-    write_run(tmp_path / "b", optim__lr_actor=1e-3, eval__episodes=9)
+    write_run(tmp_path / "b", optim__lr_actor=2e-3, eval__episodes=9)
     write_run(tmp_path / "c", preset="acme")
     shown = results(tmp_path, bar(1.0), bar(1.0, preset="acme"), bar(1.0, preset="tonic"))
     assert [row[0] for row in shown] == [
         "MPO, preset default",
-        "MPO, preset default, optim.lr_actor=1e-3",
+        "MPO, preset default, optim.lr_actor=2e-3",
         "MPO, preset acme",
         "MPO, preset tonic",
     ]
