@@ -158,7 +158,12 @@ _VMPO_PRESETS = {
             "temperature_update": "gradient",
             "kl_samples": "selected",
         },
-        stepper={"num_policy_steps": 64, "clip": 0.5, "lr_scaling": None},
+        stepper={
+            "num_policy_steps": 64,
+            "minibatch_size": None,
+            "clip": 0.5,
+            "lr_scaling": None,
+        },
         adam={"eps": 1e-5},
         run={
             "collector": {"frames_per_batch": 4096},

@@ -3,6 +3,7 @@
 from minerva_torchrl.envs import _opengl  # noqa: F401 (first: it explains why mujoco may fail)
 from minerva_torchrl.envs.gym import GymnasiumEnv
 from minerva_torchrl.envs.make import list_envs, make_env
+from minerva_torchrl.envs.staggering import StaggeredEpisodes
 from minerva_torchrl.envs.suite import SuiteEnv
 from minerva_torchrl.envs.transforms import ReturnStdScaling, RunningObservationNorm
 
@@ -10,6 +11,7 @@ __all__ = [
     "GymnasiumEnv",
     "ReturnStdScaling",
     "RunningObservationNorm",
+    "StaggeredEpisodes",
     "SuiteEnv",
     "list_envs",
     "make_env",

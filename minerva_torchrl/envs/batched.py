@@ -29,6 +29,10 @@ class Simulator(Protocol):
     exact_state: bool
     """Whether :meth:`get_state` has all that the future depends on."""
 
+    @property
+    def step_limit(self) -> int | None:
+        """Steps after which an episode is truncated; ``None`` if there is no limit."""
+
     def reset(self) -> Observation:
         """Begin an episode."""
 
@@ -166,6 +170,12 @@ class BatchedEnv(EnvBase):
         If not, ``state_dict`` has the random generators only, and what loads it must be reset.
         """
         return all(simulator.exact_state for simulator in self._simulators)
+
+    @property
+    def step_limit(self) -> int | None:
+        """Actions after which an episode is truncated; ``None`` if the task has no limit."""
+        limit = self._simulators[0].step_limit
+        return None if limit is None else -(-limit // self.frame_skip)
 
     # Stepping ------------------------------------------------------------------------------------
 

@@ -188,6 +188,7 @@ class _GymnasiumCopy:
         while isinstance(env, gymnasium.Wrapper):
             self.wrappers.append(env)
             env = env.env
+        self.step_limit = self.env.spec.max_episode_steps if self.env.spec else None
         self.is_flat = isinstance(self.env.observation_space, spaces.Box)
         self.has_physics = isinstance(getattr(env, "model", None), mujoco.MjModel)
         self.renderer: Any = getattr(env, "mujoco_renderer", None)  # has no viewer at first

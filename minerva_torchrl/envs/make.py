@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torchrl.envs import (
     Compose,
-    EnvBase,
     InitTracker,
     ParallelEnv,
     RewardSum,
@@ -21,6 +20,7 @@ from torchrl.envs.batched_envs import _dispatch_caller_parallel
 from minerva_torchrl.envs._names import unknown_name
 from minerva_torchrl.envs.batched import BatchedEnv, copy_seeds
 from minerva_torchrl.envs.gym import GymnasiumEnv, gymnasium_names
+from minerva_torchrl.envs.staggering import StaggeredEpisodes
 from minerva_torchrl.envs.suite import SuiteEnv, suite_names
 from minerva_torchrl.envs.transforms import RunningObservationNorm
 from minerva_torchrl.objectives._checks import check_count
@@ -52,6 +52,7 @@ def make_env(
     seed: int | None = None,
     frame_skip: int = 1,
     max_episode_steps: int | None = None,
+    staggered: bool = False,
     observation_norm: bool | RunningObservationNorm = False,
     device: torch.device | str | None = None,
     **kwargs: Any,
@@ -83,6 +84,8 @@ def make_env(
         frame_skip (int): steps that each action is repeated for. Defaults to ``1``.
         max_episode_steps (int, optional): steps, each of them ``frame_skip`` frames, after which an
             episode is truncated if it has not ended before. Defaults to the task's own limit only.
+        staggered (bool): spread the copies over the length of an episode at first, see
+            :class:`StaggeredEpisodes`. Tasks without a limit are left alone. Defaults to ``False``.
         observation_norm (bool or RunningObservationNorm): normalise observations with running
             statistics, or with a given transform. For evaluation that is the ``frozen_view()`` of
             the one in training. Defaults to ``False``.
@@ -107,21 +110,25 @@ def make_env(
             "observation_norm must be a bool or a RunningObservationNorm, "
             f"got {type(observation_norm).__name__}."
         )
+    make_copies = partial(_make_base_env, name, frame_skip=frame_skip, **kwargs)
+    env: BatchedEnv | _Workers
+    if num_workers > 1:
+        env = _in_processes(make_copies, num_envs, num_workers, seed, device)
+    else:
+        env = make_copies(num_envs=num_envs, seed=seed, device=device)
     transforms: list[Transform] = [
         InitTracker(),
         StepCounter(max_steps=max_episode_steps),
         RewardSum(in_keys=["reward"], out_keys=["episode_reward"]),
     ]
+    if staggered:
+        limits = [limit for limit in (max_episode_steps, env.step_limit) if limit is not None]
+        if limits:
+            transforms.append(StaggeredEpisodes(min(limits)))
     if isinstance(observation_norm, RunningObservationNorm):
         transforms.append(observation_norm)
     elif observation_norm:
         transforms.append(RunningObservationNorm())
-    make_copies = partial(_make_base_env, name, frame_skip=frame_skip, **kwargs)
-    env: EnvBase
-    if num_workers > 1:
-        env = _in_processes(make_copies, num_envs, num_workers, seed, device)
-    else:
-        env = make_copies(num_envs=num_envs, seed=seed, device=device)
     return TransformedEnv(env, Compose(*transforms))
 
 
@@ -135,12 +142,23 @@ def _make_base_env(name: str, **kwargs: Any) -> BatchedEnv:
 
 
 class _Workers(ParallelEnv):
+    """What ParallelEnv returns for these attributes by itself is always true."""
+
     @property
     def exact_state(self) -> bool:
-        """As in :class:`BatchedEnv`; what ParallelEnv returns by itself is always true."""
+        """As in :class:`BatchedEnv`."""
+        return all(self._ask("exact_state"))
+
+    @property
+    def step_limit(self) -> int | None:
+        """As in :class:`BatchedEnv`."""
+        limit: int | None = self._ask("step_limit")[0]
+        return limit
+
+    def _ask(self, attribute: str) -> list[Any]:
         if self.is_closed:
             self.start()
-        return all(_dispatch_caller_parallel("exact_state", self))
+        return list(_dispatch_caller_parallel(attribute, self))
 
     def load_state_dict(self, state_dict: dict[str, Any], **kwargs: Any) -> None:
         super().load_state_dict(state_dict, **kwargs)
@@ -156,7 +174,7 @@ def _in_processes(
     num_workers: int,
     seed: int | None,
     device: torch.device | str | None,
-) -> EnvBase:
+) -> _Workers:
     check_count("num_envs", num_envs, optional=True)
     total = num_workers if num_envs is None else num_envs
     if total % num_workers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import os
 import warnings
 from typing import Any
@@ -132,6 +133,11 @@ class _SuiteTask:
             ) from error
         self.env.task.random.set_state(random)
         self.observation_shapes = [np.shape(part) for part in observation.values()]
+
+    @property
+    def step_limit(self) -> int | None:
+        limit = self.env._step_limit
+        return math.ceil(limit) if math.isfinite(limit) else None
 
     def reset(self) -> Observation:
         return self.env.reset().observation.values()

@@ -30,6 +30,23 @@ class VMPOEStep(NamedTuple):
     metrics: dict[str, Tensor]
     """Diagnostics of advantages and weights, 0-d."""
 
+    def take(self, rows: Tensor | slice) -> VMPOEStep:
+        """Some samples of the flattened batch.
+
+        Their weights and ``num_valid`` stay those of the whole batch, so that the loss of a random
+        part has the loss of the whole as its expectation.
+
+        Args:
+            rows (Tensor or slice): which samples, as indices into ``B`` made one-dimensional.
+        """
+        return self._replace(
+            weights=self.weights.flatten()[rows],
+            selected=self.selected.flatten()[rows],
+            mask=self.mask.flatten()[rows],
+            kl_weights=self.kl_weights.flatten()[rows],
+            old_policy=tuple(x.flatten(0, -2)[rows] for x in self.old_policy),
+        )
+
 
 class VMPOMStep(NamedTuple):
     """What the online policy says about the samples; differentiable."""

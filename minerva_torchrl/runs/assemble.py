@@ -105,6 +105,7 @@ def make_training_env(config: RunConfig) -> TransformedEnv:
             seed=config.seed,
             frame_skip=env.frame_skip,
             max_episode_steps=env.max_episode_steps,
+            staggered=isinstance(config, OnPolicyConfig) and config.env.staggered,
             observation_norm=isinstance(config, OnPolicyConfig) and config.env.observation_norm,
         )
     except ValueError as error:
@@ -375,6 +376,7 @@ def _vmpo_trainer(config: VMPOConfig, loss: VMPOLoss, common: dict[str, Any]) ->
         _adam(loss.alpha_parameters(), optim.lr_alpha, optim.adam_eps),
         temperature,
         num_policy_steps=optim.num_policy_steps,
+        minibatch_size=optim.minibatch_size,
         lr_scaling=optim.lr_scaling,
         clip=optim.clip,
     )

@@ -43,6 +43,8 @@ class OnPolicyEnvConfig(EnvConfig):
     """The task, as on-policy algorithms see it."""
 
     num_envs: int = 8
+    staggered: bool = True
+    """Spread the copies over the length of an episode, by cutting their first ones short."""
     observation_norm: bool = True
     """Shift and scale observations by running statistics."""
     reward_scaling: bool = True
@@ -214,11 +216,21 @@ class OnPolicyNetworkConfig:
 
 
 @dataclass(frozen=True)
+class VMPONetworkConfig(OnPolicyNetworkConfig):
+    """The same, with a policy that explores more at first.
+
+    V-MPO only imitates the better actions, and its standard deviation falls faster.
+    """
+
+    init_scale: float = 1.0
+
+
+@dataclass(frozen=True)
 class VMPOLossConfig:
     """Arguments of ``VMPOLoss`` and of its value estimator, explained there."""
 
-    gamma: float = 0.98
-    lmbda: float = 0.92
+    gamma: float = 0.99
+    lmbda: float = 0.95
     top_k_fraction: float = 0.5
     epsilon_eta: float = 0.1
     epsilon_mean: float | None = None
@@ -241,14 +253,16 @@ class VMPOLossConfig:
 class VMPOOptimConfig:
     """Optimisers, and the arguments of ``VMPOOptimizationStepper``."""
 
-    lr_actor: float = 3e-4
-    lr_critic: float = 3e-4
-    lr_alpha: float = 1e-2
+    lr_actor: float = 5e-4
+    lr_critic: float = 5e-4
+    lr_alpha: float = 1e-3
     """Learning rate of the multipliers."""
     lr_temperature: float = 1e-2
     """That of a temperature with ``temperature_update=gradient``."""
     adam_eps: float = 1e-5
-    num_policy_steps: int = 16
+    num_policy_steps: int = 80
+    minibatch_size: int | None = 256
+    """Samples of a policy step; null is all of the rollout."""
     lr_scaling: Literal["1/sqrt(M)", "1/M"] | None = None
     clip: float | None = 1.0
 
@@ -437,6 +451,7 @@ class VMPOConfig(OnPolicyConfig):
     """Settings of V-MPO."""
 
     algo: Literal["vmpo"] = "vmpo"
+    network: VMPONetworkConfig = field(default_factory=VMPONetworkConfig)
     loss: VMPOLossConfig = field(default_factory=VMPOLossConfig)
     optim: VMPOOptimConfig = field(default_factory=VMPOOptimConfig)
 

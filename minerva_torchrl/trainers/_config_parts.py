@@ -120,6 +120,7 @@ class MinervaEnvConfig(EnvLibsConfig):
     seed: int | None = None
     frame_skip: int = 1
     max_episode_steps: int | None = None
+    staggered: bool = False
     observation_norm: Any = False
     device: Any = None
     _target_: str = "minerva_torchrl.envs.make_env"

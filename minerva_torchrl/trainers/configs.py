@@ -352,6 +352,7 @@ class VMPOTrainerConfig(_AnyTrainerConfig):
     critic_network: Any = None
     target_net_updater: Any = None
     num_policy_steps: int = 1
+    minibatch_size: int | None = None
     lr_scaling: str | None = None
     clip: float | None = 1.0
     _target_: str = "minerva_torchrl.trainers.configs._make_vmpo_trainer"

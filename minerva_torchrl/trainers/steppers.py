@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, Literal
 
 import torch
@@ -14,6 +15,7 @@ from minerva_torchrl.objectives._checks import check_choice, check_count, check_
 from minerva_torchrl.objectives.clip_ppo import DirectClipPPOLoss
 from minerva_torchrl.objectives.mpo import MPOLoss
 from minerva_torchrl.objectives.vmpo import VMPOLoss
+from minerva_torchrl.objectives.vmpo_steps import VMPOEStep
 from minerva_torchrl.trainers._phases import PhasedStepper, Undo, backward, dual_tensors, step_if
 from minerva_torchrl.trainers.hooks import Minibatches
 
@@ -182,6 +184,10 @@ class VMPOOptimizationStepper(PhasedStepper):
     2. ``num_policy_steps`` times: one step of the multipliers, after which they are projected, and
        one joint step of policy and critic with the new multipliers, on the weights of the E-step.
 
+    Each of these steps sees the whole batch, or a minibatch of it. Many small steps let policy and
+    critic follow what is different from state to state; few large ones mostly move what all states
+    have in common. Advantages, weights and temperature are those of the whole batch either way.
+
     It plugs into TorchRL's ``Trainer`` as ``optimization_stepper=``, and works in a loop of one's
     own through :meth:`update`.
 
@@ -194,6 +200,9 @@ class VMPOOptimizationStepper(PhasedStepper):
 
     Keyword Args:
         num_policy_steps (int): policy steps on one E-step, ``M``. Defaults to ``1``.
+        minibatch_size (int, optional): samples of a policy step. The batch is shuffled, cut into
+            minibatches, and shuffled again when they are used up; the last of a pass may be
+            smaller. Defaults to ``None``: all samples.
         lr_scaling (str, optional): scale the learning rates of ``optimizer`` and
             ``optimizer_alpha`` by ``"1/sqrt(M)"`` or ``"1/M"``.
         clip (float, optional): largest joint gradient norm of policy and critic. Defaults to ``1``.
@@ -238,10 +247,12 @@ class VMPOOptimizationStepper(PhasedStepper):
         optimizer_temperature: Optimizer | None = None,
         *,
         num_policy_steps: int = 1,
+        minibatch_size: int | None = None,
         lr_scaling: Literal["1/sqrt(M)", "1/M"] | None = None,
         clip: float | None = 1.0,
     ) -> None:
         check_count("num_policy_steps", num_policy_steps)
+        check_count("minibatch_size", minibatch_size, optional=True)
         check_choice("lr_scaling", lr_scaling, (None, "1/sqrt(M)", "1/M"))
         if clip is not None:
             check_positive("clip", clip)
@@ -249,6 +260,7 @@ class VMPOOptimizationStepper(PhasedStepper):
         self.optimizer_alpha = optimizer_alpha
         self.optimizer_temperature = optimizer_temperature
         self.num_policy_steps = num_policy_steps
+        self.minibatch_size = minibatch_size
         self.lr_scaling = lr_scaling
         self.clip = clip
 
@@ -271,8 +283,9 @@ class VMPOOptimizationStepper(PhasedStepper):
             tensordict (TensorDictBase): the batch, a whole rollout as a rule.
 
         Returns:
-            The detached losses and metrics, 0-d: those of the last policy step, with the duals as
-            they are after the update.
+            The detached losses and metrics, 0-d, with the duals as they are after the update.
+            Those of policy and critic belong to the last policy step, or with minibatches to the
+            whole batch after it.
         """
         self._refuse_unreduced(loss)
         learned = loss.temperature_update == "gradient"
@@ -287,34 +300,72 @@ class VMPOOptimizationStepper(PhasedStepper):
         if self.optimizer_temperature is not None:
             taken = backward(e_step.temperature_loss, self.optimizer_temperature)
             step_if(taken, self.optimizer_temperature)
+        minibatches = self._minibatches(tensordict, e_step)
         for i in range(self.num_policy_steps):
-            last = i == self.num_policy_steps - 1  # the only one whose metrics are returned
+            # Nobody sees the metrics of the other steps.
+            with_metrics = self.minibatch_size is None and i == self.num_policy_steps - 1
             undo_alpha = Undo(self.optimizer_alpha)
-            m_step = loss.m_step(tensordict, e_step)
-            alpha_losses = loss.alpha_losses(e_step, m_step)
-            alpha_loss = torch.stack(list(alpha_losses.values())).sum()
-            taken = taken & backward(alpha_loss, self.optimizer_alpha)
+            losses = _VMPOLosses(loss, *next(minibatches))
+            taken = taken & backward(losses.alpha(), self.optimizer_alpha)
             step_if(taken, self.optimizer_alpha, lr_scale=self.lr_scale)
             loss.project_duals_()
-            loss_actor, metrics_actor = loss.actor_loss(
-                tensordict, e_step, m_step, with_metrics=last
-            )
-            loss_critic, metrics_critic = loss.critic_loss(tensordict, with_metrics=last)
-            taken &= backward(loss_actor + loss_critic, self.optimizer, self.clip)
+            taken &= backward(losses.networks(with_metrics), self.optimizer, self.clip)
             step_if(taken, self.optimizer, lr_scale=self.lr_scale)
             undo_alpha.unless(taken)
             if i == 0:
                 undo.unless(taken)
         self._count(taken)
-        losses = {
-            "loss_actor": loss_actor,
-            "loss_critic": loss_critic,
-            "loss_temperature": e_step.temperature_loss,
-            **alpha_losses,
-        }
-        metrics = {**e_step.metrics, **metrics_actor, **metrics_critic, **loss.dual_values()}
-        detached = {name: value.detach() for name, value in losses.items()}
+        if self.minibatch_size is not None:
+            with torch.no_grad():
+                losses = _VMPOLosses(loss, tensordict, e_step)
+                losses.alpha()
+                losses.networks(with_metrics=True)
+        values = {**losses.values, "loss_temperature": e_step.temperature_loss}
+        metrics = {**e_step.metrics, **losses.metrics, **loss.dual_values()}
+        detached = {name: value.detach() for name, value in values.items()}
         return TensorDict({**detached, **metrics}, batch_size=[])
+
+    def _minibatches(
+        self, tensordict: TensorDictBase, e_step: VMPOEStep
+    ) -> Iterator[tuple[TensorDictBase, VMPOEStep]]:
+        """The data of one policy step after the other, without end."""
+        size = self.minibatch_size
+        if size is None:
+            while True:
+                yield tensordict, e_step
+        samples, device = tensordict.exclude("next").reshape(-1), e_step.weights.device
+        count = samples.numel()
+        while True:
+            order = torch.randperm(count, device=device)
+            shuffled, shuffled_e_step = samples[order], e_step.take(order)
+            for start in range(0, count, size):
+                rows = slice(start, start + size)
+                yield shuffled[rows], shuffled_e_step.take(rows)
+
+
+class _VMPOLosses:
+    """The losses of one policy step, computed one after the other."""
+
+    def __init__(self, loss: VMPOLoss, tensordict: TensorDictBase, e_step: VMPOEStep) -> None:
+        self.loss, self.tensordict, self.e_step = loss, tensordict, e_step
+        self.m_step = loss.m_step(tensordict, e_step)
+        self.values: dict[str, Tensor] = {}
+        self.metrics: dict[str, Tensor] = {}
+
+    def alpha(self) -> Tensor:
+        """That of the multipliers."""
+        self.values |= self.loss.alpha_losses(self.e_step, self.m_step)
+        return torch.stack(list(self.values.values())).sum()
+
+    def networks(self, with_metrics: bool) -> Tensor:
+        """That of policy and critic, with the multipliers of this moment."""
+        actor, actor_metrics = self.loss.actor_loss(
+            self.tensordict, self.e_step, self.m_step, with_metrics=with_metrics
+        )
+        critic, critic_metrics = self.loss.critic_loss(self.tensordict, with_metrics=with_metrics)
+        self.values |= {"loss_actor": actor, "loss_critic": critic}
+        self.metrics |= {**actor_metrics, **critic_metrics}
+        return actor + critic
 
 
 class PPOOptimizationStepper(PhasedStepper):

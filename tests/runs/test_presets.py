@@ -120,7 +120,7 @@ def test_every_dual_is_optimised_once() -> None:
 def test_minerva_seed_of_vmpo() -> None:
     assembly = build("vmpo", "minerva-seed")
     loss, stepper = assembly.loss, assembly.trainer.optimization_stepper
-    assert stepper.num_policy_steps == 64
+    assert (stepper.num_policy_steps, stepper.minibatch_size) == (64, None)
     assert (stepper.clip, stepper.lr_scale) == (0.5, 1.0)
     assert rates(stepper.optimizer) == [1e-4, 1e-4]
     assert rates(stepper.optimizer_alpha) == rates(stepper.optimizer_temperature) == [1e-4]
@@ -132,7 +132,7 @@ def test_minerva_seed_of_vmpo() -> None:
 def test_default_of_vmpo_solves_the_temperature() -> None:
     stepper = build("vmpo", "default").trainer.optimization_stepper
     assert stepper.optimizer_temperature is None
-    assert (stepper.num_policy_steps, stepper.clip) == (16, 1.0)
+    assert (stepper.num_policy_steps, stepper.minibatch_size, stepper.clip) == (80, 256, 1.0)
 
 
 def test_minerva_seed_of_ppo() -> None:

@@ -251,6 +251,8 @@ class TestArguments:
         [
             *(("num_policy_steps", v, ValueError, "at least 1") for v in (0, -1)),
             *(("num_policy_steps", v, TypeError, "an integer") for v in (1.5, True, None)),
+            *(("minibatch_size", v, ValueError, "at least 1") for v in (0, -1)),
+            *(("minibatch_size", v, TypeError, "an integer") for v in (1.5, True)),
             ("lr_scaling", "M", ValueError, r"None, '1/sqrt\(M\)', '1/M'"),
             *(("clip", v, ValueError, "positive and finite") for v in (0, -1.0, INF, NAN)),
             ("clip", "1", TypeError, "a number"),
@@ -288,6 +290,102 @@ class TestArguments:
         trainer = SimpleNamespace(loss_module=loss, _ddp_loss=object())
         with pytest.raises(NotImplementedError, match="Use the local backend"):
             make_stepper(loss).step(trainer, make_rollout())
+
+
+# Minibatches -------------------------------------------------------------------------------------
+
+
+class TestMinibatches:
+    @pytest.mark.parametrize("kind", KINDS)
+    @pytest.mark.parametrize("kl_samples", ["all", "selected"])
+    def test_of_the_whole_batch(self, kind: str, kl_samples: Any) -> None:
+        """One minibatch of all samples, in any order, is what there is without minibatches."""
+        losses = [make_loss(kind, kl_samples=kl_samples) for _ in range(2)]
+        data = with_advantage(make_rollout(kind))
+        kwargs = {"num_policy_steps": 3}
+        make_stepper(losses[0], **kwargs).update(losses[0], data.clone())
+        make_stepper(losses[1], minibatch_size=20, **kwargs).update(losses[1], data.clone())
+        assert_equal(values(losses[0]), values(losses[1]), rtol=1e-4, atol=1e-6)
+
+    @pytest.mark.parametrize("reduction", ["mean", "sum"])
+    def test_mean_of_a_pass(self, reduction: Any) -> None:
+        """The losses of the parts of a batch make up that of the whole."""
+        loss = make_loss(reduction=reduction)
+        data = with_advantage(make_rollout())
+        e_step = loss.e_step(data)
+        flat = data.reshape(-1)
+        whole = [loss.actor_loss(data, e_step)[0], loss.critic_loss(data)[0]]
+        whole += loss.alpha_losses(e_step, loss.m_step(data, e_step)).values()
+        parts = []
+        for rows in torch.randperm(20).split(5):
+            part, part_e_step = flat[rows], e_step.take(rows)
+            m_step = loss.m_step(part, part_e_step)
+            values = [loss.actor_loss(part, part_e_step, m_step)[0], loss.critic_loss(part)[0]]
+            values += loss.alpha_losses(part_e_step, m_step).values()
+            parts.append(torch.stack(values))
+        total = torch.stack(parts).mean(0) if reduction == "mean" else torch.stack(parts).sum(0)
+        torch.testing.assert_close(total, torch.stack(whole), rtol=1e-4, atol=1e-6)
+
+    def test_every_sample_once_per_pass(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Passes of 8, 8 and 4 of 20 samples, each shuffled anew, with the weights they had."""
+        loss, data = make_loss(), with_advantage(make_rollout())
+        numbers = torch.arange(20.0).reshape(4, 5)
+        data["number"] = numbers
+        seen, weights, m_step, whole = [], [], loss.m_step, loss.e_step(data)
+
+        def record(part: TensorDict, e_step: Any) -> Any:
+            seen.append(part["number"].flatten())
+            weights.append(e_step.weights.flatten())
+            return m_step(part, e_step)
+
+        monkeypatch.setattr(loss, "m_step", record)
+        make_stepper(loss, num_policy_steps=5, minibatch_size=8).update(loss, data)
+        *steps, after = seen
+        assert [len(step) for step in steps] == [8, 8, 4, 8, 8]
+        first_pass = torch.cat(steps[:3])
+        assert not torch.equal(first_pass, numbers.flatten())
+        assert torch.equal(first_pass.sort().values, numbers.flatten())
+        assert not torch.equal(first_pass[:16], torch.cat(steps[3:]))
+        assert len(torch.cat(steps[3:]).unique()) == 16
+        assert torch.equal(after, numbers.flatten())  # the metrics are those of all samples
+        for step, of_step in zip(seen, weights, strict=True):
+            assert torch.equal(of_step, whole.weights.flatten()[step.long()])
+
+    def test_metrics(self) -> None:
+        """Those of the whole batch after the last step."""
+        loss, data = make_loss(), with_advantage(make_rollout())
+        metrics = make_stepper(loss, num_policy_steps=3, minibatch_size=8).update(loss, data)
+        assert set(metrics.keys()) == set(loss.out_keys)
+        assert all(value.shape == () and not value.requires_grad for value in metrics.values())
+        e_step = loss.e_step(data)
+        loss_actor, expected = loss.actor_loss(data, e_step)
+        loss_critic, expected_of_critic = loss.critic_loss(data)
+        expected |= {"loss_actor": loss_actor, "loss_critic": loss_critic, **expected_of_critic}
+        assert_equal(
+            {key: metrics[key] for key in expected}, {k: v.detach() for k, v in expected.items()}
+        )
+
+    def test_not_finite(self) -> None:
+        """What is not finite in one minibatch ends the update; the steps before it count."""
+        loss, data = make_loss(), with_advantage(make_rollout())
+        data["value_target"][0, 0] = NAN
+        stepper = make_stepper(loss, torch.optim.Adam, num_policy_steps=20, minibatch_size=1)
+        stepper.update(loss, data)
+        assert stepper.skipped_updates == 1
+        assert all(value.isfinite().all() for value in values(loss).values())
+
+    def test_padding(self) -> None:
+        """Samples that the mask leaves out count in no minibatch, even if one has no others."""
+        losses = [make_loss() for _ in range(2)]
+        data = with_advantage(make_rollout())
+        data["collector", "mask"] = torch.rand(4, 5) < 0.3
+        other = data.clone()
+        other["value_target"][~data["collector", "mask"]] = 1e6
+        for loss, rollout in zip(losses, (data, other), strict=True):
+            torch.manual_seed(1)
+            make_stepper(loss, num_policy_steps=10, minibatch_size=2).update(loss, rollout)
+        assert_equal(values(losses[0]), values(losses[1]), 0, 0)
+        assert all(value.isfinite().all() for value in values(losses[0]).values())
 
 
 # Trainer and learning ----------------------------------------------------------------------------
