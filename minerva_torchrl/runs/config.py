@@ -253,15 +253,15 @@ class VMPOLossConfig:
 class VMPOOptimConfig:
     """Optimisers, and the arguments of ``VMPOOptimizationStepper``."""
 
-    lr_actor: float = 5e-4
-    lr_critic: float = 5e-4
+    lr_actor: float = 3e-4
+    lr_critic: float = 3e-4
     lr_alpha: float = 1e-3
     """Learning rate of the multipliers."""
     lr_temperature: float = 1e-2
     """That of a temperature with ``temperature_update=gradient``."""
     adam_eps: float = 1e-5
-    num_policy_steps: int = 80
-    minibatch_size: int | None = 256
+    num_policy_steps: int = 320
+    minibatch_size: int | None = 64
     """Samples of a policy step; null is all of the rollout."""
     lr_scaling: Literal["1/sqrt(M)", "1/M"] | None = None
     clip: float | None = 1.0

@@ -132,7 +132,7 @@ def test_minerva_seed_of_vmpo() -> None:
 def test_default_of_vmpo_solves_the_temperature() -> None:
     stepper = build("vmpo", "default").trainer.optimization_stepper
     assert stepper.optimizer_temperature is None
-    assert (stepper.num_policy_steps, stepper.minibatch_size, stepper.clip) == (80, 256, 1.0)
+    assert (stepper.num_policy_steps, stepper.minibatch_size, stepper.clip) == (320, 64, 1.0)
 
 
 def test_minerva_seed_of_ppo() -> None:
