@@ -43,7 +43,7 @@ class OnPolicyEnvConfig(EnvConfig):
     """The task, as on-policy algorithms see it."""
 
     num_envs: int = 8
-    staggered: bool = True
+    staggered: bool = False
     """Spread the copies over the length of an episode, by cutting their first ones short."""
     observation_norm: bool = True
     """Shift and scale observations by running statistics."""
@@ -129,7 +129,7 @@ class ReplayBufferConfig:
     """Steps that a transition spans."""
     sequence_length: int = 1
     """Length of the sequences to draw, for ``td_lambda`` and ``retrace``; 1 draws transitions."""
-    warmup_frames: int = 1_000
+    warmup_frames: int = 5_000
     """Frames to collect before the first update."""
 
 
@@ -141,8 +141,8 @@ class MPONetworkConfig:
     critic_sizes: tuple[int, ...] = (256, 256)
     num_critics: int = 1
     """Critics in the ensemble."""
-    init_scale: float = 0.5
-    """Initial standard deviation of the policy."""
+    init_scale: float = 0.7
+    """Initial standard deviation of the policy. ``loss.epsilon_stddev`` lets it change slowly."""
 
 
 @dataclass(frozen=True)
@@ -213,6 +213,13 @@ class OnPolicyNetworkConfig:
 
     Much larger, and most actions would be cut off at their bounds.
     """
+
+
+@dataclass(frozen=True)
+class VMPOEnvConfig(OnPolicyEnvConfig):
+    """The same; what V-MPO imitates should be of all phases of an episode."""
+
+    staggered: bool = True
 
 
 @dataclass(frozen=True)
@@ -451,6 +458,7 @@ class VMPOConfig(OnPolicyConfig):
     """Settings of V-MPO."""
 
     algo: Literal["vmpo"] = "vmpo"
+    env: VMPOEnvConfig = field(default_factory=VMPOEnvConfig)
     network: VMPONetworkConfig = field(default_factory=VMPONetworkConfig)
     loss: VMPOLossConfig = field(default_factory=VMPOLossConfig)
     optim: VMPOOptimConfig = field(default_factory=VMPOOptimConfig)
