@@ -129,7 +129,7 @@ class ReplayBufferConfig:
     """Steps that a transition spans."""
     sequence_length: int = 1
     """Length of the sequences to draw, for ``td_lambda`` and ``retrace``; 1 draws transitions."""
-    warmup_frames: int = 5_000
+    warmup_frames: int = 1_000
     """Frames to collect before the first update."""
 
 
@@ -141,7 +141,7 @@ class MPONetworkConfig:
     critic_sizes: tuple[int, ...] = (256, 256)
     num_critics: int = 1
     """Critics in the ensemble."""
-    init_scale: float = 0.7
+    init_scale: float = 0.5
     """Initial standard deviation of the policy. ``loss.epsilon_stddev`` lets it change slowly."""
 
 
@@ -162,7 +162,8 @@ class MPOLossConfig:
     epsilon_stddev: float = 1e-6
     per_dim_constraining: bool = True
     action_penalization: bool | None = None
-    epsilon_penalty: float = 1e-3
+    epsilon_penalty: float = 0.05
+    """With the 1e-3 of the papers half of the policy's means are out of the actions' bounds."""
     init_temperature: float = 1.0
     init_alpha_mean: float = 1.0
     init_alpha_stddev: float = 1000.0
