@@ -163,3 +163,13 @@ def test_settings_without_a_preset_reach_their_objects() -> None:
     assert float(assembly.loss.value_estimator.lmbda) == 0.5
     observation = assembly.env.reset()
     assert assembly.actor(observation)["scale"].mean().item() == pytest.approx(0.25, abs=0.1)
+
+
+@pytest.mark.parametrize("preset", ["acme", "tonic"])
+def test_presets_of_others_do_not_follow_the_defaults(preset: str) -> None:
+    """What these implementations share with the papers, and the defaults here do not."""
+    assembly = build("mpo", preset)
+    loss = assembly.loss
+    assert loss.num_action_samples == 20
+    assert loss.epsilon.item() == pytest.approx(0.1)
+    assert loss.epsilon_penalty.item() == pytest.approx(1e-3)
