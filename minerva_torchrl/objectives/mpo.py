@@ -55,7 +55,7 @@ _METRIC_KEYS = (
     "pred_value",
     "target_value",
 )
-_PENALTY_METRIC_KEYS = ("penalty_temperature", "kl_penalty_rel")
+_PENALTY_METRIC_KEYS = ("penalty_temperature", "kl_penalty_rel", "out_of_bounds")
 
 
 class MPOLoss(SampledCriticLoss):
@@ -365,6 +365,8 @@ class MPOLoss(SampledCriticLoss):
             )
             kl_penalty = F.masked_mean(F.sample_kl_to_uniform(penalty_weights), mask)
             metrics["kl_penalty_rel"] = kl_penalty / self.epsilon_penalty
+            outside = samples.loc != self._clip(samples.loc)
+            metrics["out_of_bounds"] = F.masked_mean(outside.to(weights.dtype).mean(-1), mask)
             weights = weights + penalty_weights
         priority_weight = self._priority_weight(tensordict)
         if priority_weight is not None:

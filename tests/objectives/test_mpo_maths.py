@@ -229,6 +229,19 @@ class TestMPOEStep:
         expected = 0.1 * (1 - output["kl_q_rel"])
         torch.testing.assert_close(gradient / slope, expected)
 
+    def test_mpo_out_of_bounds(self) -> None:
+        """The share of the target policy's means, over valid states and dimensions."""
+        problem, data = Problem(), make_data(9)
+        data["next", "observation"] *= 5
+        loc, _ = problem.target_policy(data["next", "observation"])
+        outside = (loc.abs() > 1).double().mean(-1)
+        valid = ~data["next", "terminated"].squeeze(-1)
+        share = problem.loss(data)["out_of_bounds"]
+        torch.testing.assert_close(share, outside[valid].mean().to(share))
+        assert 0 < share < 1
+        without = Problem(action_penalization=False).loss(data)
+        assert "out_of_bounds" not in without.keys()
+
     def test_mpo_penalty_inside(self) -> None:
         """When every sample is inside the bounds the penalty's weights are uniform."""
         problem = Problem()
