@@ -84,10 +84,10 @@ def make_ours(config: Config, preset_name: str) -> tuple[MPOLoss, MPOOptimizatio
 
 def make_floor(loss: MPOLoss, stepper: MPOOptimizationStepper, adam: dict[str, float]) -> MPOFloor:
     """A floor with the weights and the settings of a loss and a stepper."""
-    networks = {}
+    networks, policy = {}, loss.actor_network.module[0].module
     for name in ("actor_network", "target_actor_network"):
         state = _module_state(loss, name, "module.0.module.")
-        networks[name] = Policy(state, init_scale=0.5, min_scale=1e-4)
+        networks[name] = Policy(state, init_scale=policy.init_scale, min_scale=policy.min_scale)
     for name in ("qvalue_network", "target_qvalue_network"):
         state = _module_state(loss, name, "module.")
         networks[name] = Critic(state, loss.qvalue_network.module.obs_dim)
@@ -100,7 +100,7 @@ def make_floor(loss: MPOLoss, stepper: MPOOptimizationStepper, adam: dict[str, f
         epsilon=loss.epsilon.item(),
         epsilon_mean=loss.epsilon_mean.item(),
         epsilon_stddev=loss.epsilon_stddev.item(),
-        epsilon_penalty=1e-3,
+        epsilon_penalty=loss.epsilon_penalty.item() if loss.action_penalization else 0.0,
         dual_first=stepper.dual_order == "dual_first",
         clip_networks=stepper.clip_critic,
         clip_duals=stepper.clip_dual,
@@ -113,8 +113,15 @@ def make_floor(loss: MPOLoss, stepper: MPOOptimizationStepper, adam: dict[str, f
         {name: getattr(loss, name).raw for name in names},
         settings,
         adam,
-        RATES,
+        _rates(stepper),
     )
+
+
+def _rates(stepper: MPOOptimizationStepper) -> tuple[float, float, float]:
+    """Learning rates of critic, actor and duals."""
+    optimizers = (stepper.optimizer_critic, stepper.optimizer_actor, stepper.optimizer_dual)
+    critic, actor, dual = (optimizer.param_groups[0]["lr"] for optimizer in optimizers)
+    return critic, actor, dual
 
 
 def _module_state(loss: MPOLoss, name: str, inner: str) -> dict[str, torch.Tensor]:
@@ -146,7 +153,7 @@ def check_agreement(
     )
     for ours, network in pairs:
         theirs = {_our_name(name): value for name, value in network.named_parameters()}
-        check_same_parameters(ours, theirs, lr=RATES[0])
+        check_same_parameters(ours, theirs, lr=_rates(stepper)[0])
     for name, dual in floor.duals.items():
         ours = getattr(loss, name)()
         assert torch.allclose(ours, dual(), rtol=1e-4), f"{name}: {ours} is not {dual()}"

@@ -9,6 +9,7 @@ import pytest
 
 from minerva_torchrl.report import load_runs
 from minerva_torchrl.runs import Run, parse_config
+from minerva_torchrl.runs.config import VMPOConfig
 from tests.report.synthetic import straight, write_run
 
 
@@ -37,7 +38,7 @@ def test_a_run(tmp_path: Path) -> None:
     assert run.returns.tolist() == [1.5, 20.25, 30.125]
     assert run.last_frame == 10_000
     assert run.finished
-    assert run.settings["optim.lr_alpha"] == 1e-2
+    assert run.settings["optim.lr_alpha"] == VMPOConfig().optim.lr_alpha
     assert run.speed == {
         "wall_seconds": 500.0,
         "frames_per_second": 20.0,
