@@ -28,7 +28,9 @@ class StaggeredEpisodes(Transform):
     steps with ``k = 1 .. K - 1``, where ``L`` is the length of an episode. The copies are spread
     over an episode's length from then on. A truncation is no termination: values are bootstrapped.
 
-    It starts over when all copies are reset at once. The count of steps is part of ``state_dict``.
+    It starts over when all copies are reset at once. The count of steps is part of ``state_dict``,
+    so that a run can be resumed exactly. TorchRL's ``RandomTruncationTransform`` draws its lengths
+    at random and does not save them.
 
     Args:
         episode_length (int): steps of an episode, ``L``.

@@ -164,7 +164,7 @@ class MPOLossConfig:
     per_dim_constraining: bool = True
     action_penalization: bool | None = None
     epsilon_penalty: float = 0.05
-    """With the 1e-3 of the papers half of the policy's means are out of the actions' bounds."""
+    """With the 1e-3 of the papers many means leave the bounds (metric ``out_of_bounds``)."""
     init_temperature: float = 1.0
     init_alpha_mean: float = 1.0
     init_alpha_stddev: float = 1000.0

@@ -354,8 +354,9 @@ class _VMPOLosses:
 
     def alpha(self) -> Tensor:
         """That of the multipliers."""
-        self.values |= self.loss.alpha_losses(self.e_step, self.m_step)
-        return torch.stack(list(self.values.values())).sum()
+        losses = self.loss.alpha_losses(self.e_step, self.m_step)
+        self.values |= losses
+        return torch.stack(list(losses.values())).sum()
 
     def networks(self, with_metrics: bool) -> Tensor:
         """That of policy and critic, with the multipliers of this moment."""
