@@ -161,6 +161,7 @@ _VMPO_PRESETS = {
             "init_alpha_stddev": 1.0,
             "temperature_update": "gradient",
             "kl_samples": "selected",
+            "per_dim_constraining": False,
         },
         stepper={
             "num_policy_steps": 64,

@@ -184,6 +184,8 @@ def _mpo_loss(config: MPOConfig, env: TransformedEnv, device: torch.device) -> M
 def _vmpo_loss(config: VMPOConfig, env: TransformedEnv, device: torch.device) -> VMPOLoss:
     arguments = asdict(config.loss)
     gamma, lmbda = arguments.pop("gamma"), arguments.pop("lmbda")
+    if arguments["per_dim_constraining"] is None:
+        arguments["per_dim_constraining"] = not isinstance(_sizes(env)[1], OneHot)
     loss = VMPOLoss(*_on_policy_networks(config, env, device), **arguments)
     return loss.make_value_estimator("gae", gamma=gamma, lmbda=lmbda)
 

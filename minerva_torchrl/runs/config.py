@@ -226,12 +226,12 @@ class VMPOEnvConfig(OnPolicyEnvConfig):
 
 @dataclass(frozen=True)
 class VMPONetworkConfig(OnPolicyNetworkConfig):
-    """The same, with a policy that explores more at first.
+    """The same, with a policy that explores a little more at first.
 
     V-MPO only imitates the better actions, and its standard deviation falls faster.
     """
 
-    init_scale: float = 1.0
+    init_scale: float = 0.5
 
 
 @dataclass(frozen=True)
@@ -245,7 +245,8 @@ class VMPOLossConfig:
     epsilon_mean: float | None = None
     epsilon_stddev: float | None = None
     epsilon_policy: float | None = None
-    per_dim_constraining: bool = False
+    per_dim_constraining: bool | None = None
+    """Null: for Gaussian policies. Bounds on the sum hold back tasks with many joints."""
     init_temperature: float = 1.0
     init_alpha_mean: float | None = None
     init_alpha_stddev: float | None = None

@@ -127,12 +127,31 @@ def test_minerva_seed_of_vmpo() -> None:
     assert [*stepper.optimizer_temperature.param_groups[0]["params"]] == [loss.temperature.raw]
     assert (loss.temperature_update, loss.kl_samples) == ("gradient", "selected")
     assert loss.top_k_fraction == 0.7
+    assert not loss.per_dim_constraining
 
 
 def test_default_of_vmpo_solves_the_temperature() -> None:
     stepper = build("vmpo", "default").trainer.optimization_stepper
     assert stepper.optimizer_temperature is None
     assert (stepper.num_policy_steps, stepper.minibatch_size, stepper.clip) == (320, 64, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("task", "setting", "expected"),
+    [
+        ("gym:Reacher-v5", None, True),
+        ("gym:Reacher-v5", False, False),
+        ("gym:CartPole-v1", None, False),
+    ],
+)
+def test_vmpo_bounds_each_dimension_of_gaussian_policies(
+    task: str, setting: bool | None, expected: bool
+) -> None:
+    settings = {"env": {"name": task}, "loss": {"per_dim_constraining": setting}}
+    loss = build("vmpo", "default", **settings).loss
+    assert loss.per_dim_constraining is expected
+    if task == "gym:Reacher-v5":
+        assert loss.alpha_mean().shape == ((2,) if expected else ())
 
 
 def test_minerva_seed_of_ppo() -> None:
