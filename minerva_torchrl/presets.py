@@ -180,6 +180,7 @@ _VMPO_PRESETS = {
                 "lr_critic": 1e-4,
                 "lr_alpha": 1e-4,
                 "lr_temperature": 1e-4,
+                "anneal_lr": False,
             },
         },
     ),

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModule
 from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 from torchrl.collectors import Collector
 from torchrl.data import LazyTensorStorage, OneHot, SliceSampler, TensorDictReplayBuffer, TensorSpec
 from torchrl.envs import TransformedEnv
@@ -373,8 +374,9 @@ def _vmpo_trainer(config: VMPOConfig, loss: VMPOLoss, common: dict[str, Any]) ->
     temperature = None
     if config.loss.temperature_update == "gradient":
         temperature = _adam([loss.temperature.raw], optim.lr_temperature, optim.adam_eps)
+    optimizer = _adam(networks, optim.lr_actor, optim.adam_eps)
     stepper = VMPOOptimizationStepper(
-        _adam(networks, optim.lr_actor, optim.adam_eps),
+        optimizer,
         _adam(loss.alpha_parameters(), optim.lr_alpha, optim.adam_eps),
         temperature,
         num_policy_steps=optim.num_policy_steps,
@@ -382,25 +384,28 @@ def _vmpo_trainer(config: VMPOConfig, loss: VMPOLoss, common: dict[str, Any]) ->
         lr_scaling=optim.lr_scaling,
         clip=optim.clip,
     )
-    return VMPOTrainer(optimization_stepper=stepper, **common)
+    scheduler = _annealing(config, optimizer) if optim.anneal_lr else None
+    return VMPOTrainer(optimization_stepper=stepper, lr_scheduler=scheduler, **common)
 
 
 def _ppo_trainer(config: PPOConfig, loss: LossModule, common: dict[str, Any]) -> Trainer:
-    optim, frames_per_batch = config.optim, config.collector.frames_per_batch
+    optim = config.optim
     optimizer = _adam(loss.parameters(), optim.lr, optim.adam_eps)
-    scheduler = None
-    if optim.anneal_lr:
-        updates = -(-config.total_frames // (frames_per_batch * config.env.frame_skip))
-        scheduler = linear_lr_annealing(optimizer, updates)
     return make_ppo_trainer(
         optimization_stepper=PPOOptimizationStepper(optimizer, clip=optim.clip),
-        frames_per_batch=frames_per_batch,
+        frames_per_batch=config.collector.frames_per_batch,
         num_epochs=optim.num_epochs,
         minibatch_size=optim.minibatch_size,
         target_kl=optim.target_kl,
-        lr_scheduler=scheduler,
+        lr_scheduler=_annealing(config, optimizer) if optim.anneal_lr else None,
         **common,
     )
+
+
+def _annealing(config: RunConfig, optimizer: torch.optim.Optimizer) -> LambdaLR:
+    """Learning rates that fall to zero with the last rollout."""
+    frames_per_rollout = config.collector.frames_per_batch * config.env.frame_skip
+    return linear_lr_annealing(optimizer, -(-config.total_frames // frames_per_rollout))
 
 
 def _adam(parameters: Any, lr: float, eps: float) -> torch.optim.Adam:

@@ -267,6 +267,8 @@ class VMPOOptimConfig:
     lr_critic: float = 3e-4
     lr_alpha: float = 1e-3
     """Learning rate of the multipliers."""
+    anneal_lr: bool = True
+    """Let the learning rates of the networks fall linearly to zero over ``total_frames``."""
     lr_temperature: float = 1e-2
     """That of a temperature with ``temperature_update=gradient``."""
     adam_eps: float = 1e-5

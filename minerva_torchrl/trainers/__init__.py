@@ -1,9 +1,10 @@
 """The order of updates, and trainers that run them."""
 
 from minerva_torchrl.trainers._phases import NonFiniteError
+from minerva_torchrl.trainers.annealing import linear_lr_annealing
 from minerva_torchrl.trainers.hooks import make_target_updater
 from minerva_torchrl.trainers.mpo import MPOTrainer
-from minerva_torchrl.trainers.ppo import KLEarlyStop, linear_lr_annealing, make_ppo_trainer
+from minerva_torchrl.trainers.ppo import KLEarlyStop, make_ppo_trainer
 from minerva_torchrl.trainers.steppers import (
     MPOOptimizationStepper,
     PPOOptimizationStepper,

@@ -1,22 +1,21 @@
-"""PPO on TorchRL's ``Trainer``: its hooks, when to stop the epochs, and how fast to learn."""
+"""PPO on TorchRL's ``Trainer``: its hooks, and when to stop the epochs."""
 
 from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 from tensordict import TensorDictBase
 from torch import Tensor
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler
+from torch.optim.lr_scheduler import LRScheduler
 from torchrl.collectors import BaseCollector
 from torchrl.objectives import ClipPPOLoss
 from torchrl.trainers import Trainer, TrainerHookBase
 
 from minerva_torchrl.objectives._checks import check_count
 from minerva_torchrl.objectives.ppo import estimate_advantage, ppo_kl_k3
+from minerva_torchrl.trainers.annealing import linear_lr_annealing, register_lr_scheduler
 from minerva_torchrl.trainers.hooks import (
     FiniteBatches,
     Minibatches,
@@ -98,19 +97,11 @@ def make_ppo_trainer(
     if target_kl is not None:
         KLEarlyStop(target_kl).register(trainer)
     if lr_scheduler is not None:
-        trainer.register_op("post_steps", partial(_step_quietly, lr_scheduler))
-        trainer.register_module("lr_scheduler", lr_scheduler)
+        register_lr_scheduler(trainer, lr_scheduler)
     trainer.finite_batches = FiniteBatches(max_skipped)
     trainer.finite_batches.register(trainer)
     trainer.register_op("post_steps", weights_to_collector(trainer))
     return trainer
-
-
-def _step_quietly(scheduler: LRScheduler) -> None:
-    with warnings.catch_warnings():
-        # The optimiser may have had nothing to do: rollouts that are not finite are left out.
-        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
-        scheduler.step()
 
 
 class KLEarlyStop(TrainerHookBase):
@@ -246,35 +237,3 @@ class KLEarlyStop(TrainerHookBase):
         if self.last_kl is None:
             return {}
         return {"kl_k3": self.last_kl, "epochs_run": float(self.epochs_run)}
-
-
-def linear_lr_annealing(optimizer: Optimizer, num_updates: int) -> LambdaLR:
-    r"""Learning rate falling linearly to zero over the updates.
-
-    Update ``u = 1, ..., U`` runs with :math:`lr_u = lr\,(1 - (u - 1) / U)`, in every parameter
-    group. Call ``step()`` once **after** the update of each rollout (with a Trainer, through
-    :class:`~torchrl.trainers.LRSchedulerHook`).
-
-    Args:
-        optimizer (Optimizer): the optimiser, with its initial learning rates.
-        num_updates (int): number of updates ``U``, that is of rollouts, at least 1.
-
-    Returns:
-        The scheduler. Its ``state_dict`` resumes it.
-
-    Examples:
-        >>> import torch
-        >>> weight = torch.nn.Parameter(torch.zeros(()))
-        >>> optimizer = torch.optim.Adam([weight], lr=1.0, eps=1e-5)
-        >>> scheduler = linear_lr_annealing(optimizer, num_updates=4)
-        >>> rates = []
-        >>> for update in range(4):
-        ...     rates.append(optimizer.param_groups[0]["lr"])
-        ...     optimizer.step()  # all epochs of this rollout
-        ...     scheduler.step()
-        >>> rates
-        [1.0, 0.75, 0.5, 0.25]
-    """
-    if not num_updates >= 1:
-        raise ValueError(f"num_updates must be at least 1, got {num_updates}.")
-    return LambdaLR(optimizer, lambda finished: max(0.0, 1.0 - finished / num_updates))

@@ -6,12 +6,14 @@ from typing import Any
 
 import torch
 from tensordict import TensorDictBase
+from torch.optim.lr_scheduler import LRScheduler
 from torchrl.collectors import BaseCollector
 from torchrl.objectives.utils import TargetNetUpdater
 from torchrl.trainers import Trainer
 from torchrl.trainers.trainers import TargetNetUpdaterHook
 
 from minerva_torchrl.objectives.vmpo import VMPOLoss
+from minerva_torchrl.trainers.annealing import register_lr_scheduler
 from minerva_torchrl.trainers.hooks import (
     FiniteBatches,
     refuse_random_frames,
@@ -40,6 +42,8 @@ class VMPOTrainer(Trainer):
         optimization_stepper (VMPOOptimizationStepper): takes the steps.
         target_net_updater (TargetNetUpdater, optional): updates the old policy after each rollout,
             for a loss with ``old_policy="target"``.
+        lr_scheduler (LRScheduler, optional): stepped after each rollout, for example from
+            :func:`~minerva_torchrl.trainers.linear_lr_annealing`.
         max_skipped (int): rollouts in a row that may be left out before
             :class:`~minerva_torchrl.trainers.NonFiniteError` is raised. Defaults to ``10``.
         frame_skip (int): frames per environment step. Defaults to ``1``.
@@ -87,6 +91,7 @@ class VMPOTrainer(Trainer):
         loss_module: VMPOLoss,
         optimization_stepper: VMPOOptimizationStepper,
         target_net_updater: TargetNetUpdater | None = None,
+        lr_scheduler: LRScheduler | None = None,
         max_skipped: int = 10,
         frame_skip: int = 1,
         device: torch.device | str | None = None,
@@ -115,6 +120,8 @@ class VMPOTrainer(Trainer):
         if target_net_updater is not None:
             self.register_op("post_optim", TargetNetUpdaterHook(target_net_updater))
             self.register_module("target_net_updater", target_net_updater)
+        if lr_scheduler is not None:
+            register_lr_scheduler(self, lr_scheduler)
         self.register_op("post_steps", weights_to_collector(self))
 
     def _to_device(self, batch: TensorDictBase) -> TensorDictBase:

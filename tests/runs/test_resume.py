@@ -153,8 +153,9 @@ def test_more_frames(kind: str, tmp_path: Path) -> None:
     assert make_resumed(run.run_dir).config.total_frames == 200  # written down
 
 
-def test_more_frames_stretch_the_annealing(tmp_path: Path) -> None:
-    train(tmp_path, "ppo", total_frames=100)
+@pytest.mark.parametrize("kind", ["vmpo", "ppo"])
+def test_more_frames_stretch_the_annealing(kind: str, tmp_path: Path) -> None:
+    train(tmp_path, kind, total_frames=100)
     run = make_resumed(tmp_path, total_frames=200)
     optimizer = run.assembly.trainer.optimization_stepper.optimizer
     rates: list[float] = []

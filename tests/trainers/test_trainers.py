@@ -130,6 +130,22 @@ class TestVMPOIsALoop:
         assert_identical(dict(loss.state_dict()), dict(expected))
 
 
+@pytest.mark.parametrize("algo", ["vmpo", "ppo"])
+def test_learning_rate_falls_to_zero(algo: str) -> None:
+    problem = Problem(algo)
+    optimizer = problem.stepper.optimizer
+    scheduler = linear_lr_annealing(optimizer, 4)
+    rates: list[float] = []
+    rollouts = [problem.batch(seed) for seed in range(4)]
+    trainer = problem.trainer(rollouts, lr_scheduler=scheduler)
+    trainer.register_op("pre_optim_steps", lambda: rates.append(optimizer.param_groups[0]["lr"]))
+    trainer.train()
+    assert rates == pytest.approx([1e-2, 7.5e-3, 5e-3, 2.5e-3])
+    assert optimizer.param_groups[0]["lr"] == 0.0
+    state = save_and_load(trainer.state_dict()["lr_scheduler"])
+    assert state["last_epoch"] == 4
+
+
 class TestPPOIsALoop:
     num_epochs, minibatch_size = 3, 5
 
@@ -179,22 +195,6 @@ class TestPPOIsALoop:
         trainer.train()
         assert_identical(problem.state(), expected)
         assert target_kl is None or trainer._log_dict["epochs_run"] == epochs
-
-    def test_learning_rate_falls_to_zero(self) -> None:
-        problem = Problem("ppo")
-        optimizer = problem.stepper.optimizer
-        scheduler = linear_lr_annealing(optimizer, 4)
-        rates: list[float] = []
-        rollouts = [problem.batch(seed) for seed in range(4)]
-        trainer = problem.trainer(rollouts, lr_scheduler=scheduler)
-        trainer.register_op(
-            "pre_optim_steps", lambda: rates.append(optimizer.param_groups[0]["lr"])
-        )
-        trainer.train()
-        assert rates == pytest.approx([1e-2, 7.5e-3, 5e-3, 2.5e-3])
-        assert optimizer.param_groups[0]["lr"] == 0.0
-        state = save_and_load(trainer.state_dict()["lr_scheduler"])
-        assert state["last_epoch"] == 4
 
     def test_exposes_what_was_left_out(self) -> None:
         problem = Problem("ppo")
