@@ -226,12 +226,12 @@ class VMPOEnvConfig(OnPolicyEnvConfig):
 
 @dataclass(frozen=True)
 class VMPONetworkConfig(OnPolicyNetworkConfig):
-    """The same, with a policy that explores a little more at first.
+    """The same, with a policy that explores more at first.
 
     V-MPO only imitates the better actions, and its standard deviation falls faster.
     """
 
-    init_scale: float = 0.5
+    init_scale: float = 0.7
 
 
 @dataclass(frozen=True)
@@ -267,7 +267,7 @@ class VMPOOptimConfig:
     lr_critic: float = 3e-4
     lr_alpha: float = 1e-3
     """Learning rate of the multipliers."""
-    anneal_lr: bool = True
+    anneal_lr: bool = False
     """Let the learning rates of the networks fall linearly to zero over ``total_frames``."""
     lr_temperature: float = 1e-2
     """That of a temperature with ``temperature_update=gradient``."""
