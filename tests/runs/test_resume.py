@@ -155,7 +155,7 @@ def test_more_frames(kind: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["vmpo", "ppo"])
 def test_more_frames_stretch_the_annealing(kind: str, tmp_path: Path) -> None:
-    train(tmp_path, kind, total_frames=100)
+    train(tmp_path, kind, total_frames=100, optim__anneal_lr=True)
     run = make_resumed(tmp_path, total_frames=200)
     optimizer = run.assembly.trainer.optimization_stepper.optimizer
     rates: list[float] = []
