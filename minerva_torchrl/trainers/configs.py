@@ -81,6 +81,7 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
 from torch import nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 from torchrl.collectors import BaseCollector
 from torchrl.envs.utils import RandomPolicy
 from torchrl.objectives import ValueEstimators
@@ -336,7 +337,8 @@ class VMPOTrainerConfig(_AnyTrainerConfig):
     As :class:`MPOTrainerConfig`, with ``critic_network`` and the arguments of
     :class:`~minerva_torchrl.VMPOOptimizationStepper`. ``optimizer_temperature`` is for losses with
     ``temperature_update: gradient``, and ``target_net_updater``, which steps after every
-    optimisation step, for those with ``old_policy: target``.
+    optimisation step, for those with ``old_policy: target``. ``lr_scheduler`` is partial and given
+    ``optimizer``, for example ``_target_: minerva_torchrl.trainers.linear_lr_annealing``.
 
     Examples:
         >>> from hydra import compose, initialize
@@ -351,6 +353,7 @@ class VMPOTrainerConfig(_AnyTrainerConfig):
     optimizer_temperature: Any = None
     critic_network: Any = None
     target_net_updater: Any = None
+    lr_scheduler: Any = None
     num_policy_steps: int = 1
     minibatch_size: int | None = None
     lr_scaling: str | None = None
@@ -414,6 +417,11 @@ def _make_trainer(
         )
     for name, params in parameters.items():
         fields[name] = complete(name, fields[name], Optimizer, params=params)
+    scheduler = fields.get("lr_scheduler")
+    if scheduler is not None:
+        fields["lr_scheduler"] = complete(
+            "lr_scheduler", scheduler, LRScheduler, optimizer=fields["optimizer"]
+        )
     of_stepper = {name: fields.pop(name) for name in signature(stepper_class).parameters}
     trainer = trainer_class(optimization_stepper=stepper_class(**of_stepper), **fields)
     # Nodes make an object for every place that they are used in, so that the policy of a collector

@@ -274,6 +274,15 @@ class TestVMPOTrainer:
         trainer.train()
         assert trainer.target_net_updater.counter == 2  # it counts its steps
 
+    def test_learning_rate_is_annealed(self, composed: Compose) -> None:
+        target = "minerva_torchrl.trainers.linear_lr_annealing"
+        node = f"{{_target_: {target}, _partial_: true, num_updates: 4}}"
+        trainer = instantiate(composed(VMPO, f"trainer.lr_scheduler={node}").trainer)
+        [group] = trainer.optimization_stepper.optimizer.param_groups
+        lr = group["lr"]
+        trainer.train()
+        assert group["lr"] == pytest.approx(lr / 2)  # after two rollouts of four
+
     @pytest.mark.parametrize(
         "override",
         [
