@@ -246,7 +246,7 @@ class VMPOLossConfig:
     epsilon_stddev: float | None = None
     epsilon_policy: float | None = None
     per_dim_constraining: bool | None = None
-    """Null: for Gaussian policies. Bounds on the sum hold back tasks with many joints."""
+    """Null: for Gaussian policies, as in MPO."""
     init_temperature: float = 1.0
     init_alpha_mean: float | None = None
     init_alpha_stddev: float | None = None

@@ -15,8 +15,8 @@ def linear_lr_annealing(optimizer: Optimizer, num_updates: int) -> LambdaLR:
     r"""Learning rate falling linearly to zero over the updates.
 
     Update ``u = 1, ..., U`` runs with :math:`lr_u = lr\,(1 - (u - 1) / U)`, in every parameter
-    group. Call ``step()`` once **after** the update of each rollout (with a Trainer, through
-    :class:`~torchrl.trainers.LRSchedulerHook`).
+    group. Call ``step()`` once **after** the update of each rollout, as a trainer does
+    with its ``lr_scheduler``.
 
     Args:
         optimizer (Optimizer): the optimiser, with its initial learning rates.

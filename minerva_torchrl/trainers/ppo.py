@@ -15,7 +15,7 @@ from torchrl.trainers import Trainer, TrainerHookBase
 
 from minerva_torchrl.objectives._checks import check_count
 from minerva_torchrl.objectives.ppo import estimate_advantage, ppo_kl_k3
-from minerva_torchrl.trainers.annealing import linear_lr_annealing, register_lr_scheduler
+from minerva_torchrl.trainers.annealing import register_lr_scheduler
 from minerva_torchrl.trainers.hooks import (
     FiniteBatches,
     Minibatches,
@@ -25,7 +25,7 @@ from minerva_torchrl.trainers.hooks import (
 )
 from minerva_torchrl.trainers.steppers import PPOOptimizationStepper
 
-__all__ = ["KLEarlyStop", "linear_lr_annealing", "make_ppo_trainer"]
+__all__ = ["KLEarlyStop", "make_ppo_trainer"]
 
 
 def make_ppo_trainer(
@@ -58,7 +58,7 @@ def make_ppo_trainer(
         minibatch_size (int): frames in a minibatch. Defaults to ``64``.
         target_kl (float, optional): see :class:`KLEarlyStop`.
         lr_scheduler (LRScheduler, optional): stepped after each rollout, for example from
-            :func:`linear_lr_annealing`.
+            :func:`~minerva_torchrl.trainers.linear_lr_annealing`.
         max_skipped (int): see :class:`~minerva_torchrl.trainers.hooks.FiniteBatches`. Defaults to
             ``10``.
         frame_skip (int): frames per environment step. Defaults to ``1``.

@@ -15,7 +15,7 @@ from torchrl.trainers.trainers import DefaultOptimizationStepper
 
 from minerva_torchrl.modules import StateIndependentScale
 from minerva_torchrl.objectives.ppo import estimate_advantage, make_ppo_loss
-from minerva_torchrl.trainers.ppo import KLEarlyStop, linear_lr_annealing
+from minerva_torchrl.trainers import KLEarlyStop, linear_lr_annealing
 from tests.objectives.ppo_problem import (
     LEARNING_RATE,
     make_actor,
