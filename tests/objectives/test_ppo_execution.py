@@ -1,6 +1,8 @@
-"""The assembled PPO loss under the compiler, which accepts no look at a value on the host."""
+"""The assembled PPO loss where no look at a value on the host is accepted."""
 
 from __future__ import annotations
+
+from typing import Any
 
 import pytest
 import torch
@@ -8,6 +10,8 @@ from tensordict import TensorDict
 from torch import nn
 
 from minerva_torchrl.objectives import PopArtHead, estimate_advantage, make_ppo_loss
+from minerva_torchrl.objectives.clip_ppo import DirectClipPPOLoss
+from minerva_torchrl.objectives.popart import PopArtClipPPOLoss
 from tests.objectives.ppo_problem import (
     OBSERVATION_DIM,
     make_actor,
@@ -50,3 +54,25 @@ def test_ppo_compile(popart: bool) -> None:
     actual = torch.autograd.grad(total_loss(output), parameters)
     for left, right in zip(actual, gradients, strict=True):
         torch.testing.assert_close(left, right)
+
+
+@pytest.mark.parametrize("entropy_coeff", [0.0, 0.01])
+@pytest.mark.parametrize("popart", [False, True])
+def test_ppo_meta(popart: bool, entropy_coeff: float) -> None:
+    """Tensors on the meta device have no values: whatever reads one on the host fails."""
+    policy, critic, data = make_minibatch(popart)
+    actor, value = make_actor(policy).to("meta"), make_critic(critic).to("meta")
+
+    class BuiltOnTheHost(PopArtClipPPOLoss if popart else DirectClipPPOLoss):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, device="cpu", **kwargs)  # TorchRL reads a coefficient here
+
+    loss = make_ppo_loss(actor, value, entropy_coeff=entropy_coeff, loss_class=BuiltOnTheHost)
+    loss, data = loss.to("meta"), data.to("meta")
+    output = loss(data)
+    assert all(x.is_meta and x.shape in ((), (1,)) for x in output.values())
+    total_loss(output).backward()
+    assert all(p.grad is not None and p.grad.is_meta for p in loss.parameters())
+    alone = loss.losses(data)
+    assert {"loss_objective", "loss_critic"} <= alone.keys()
+    assert all(x.is_meta for x in alone.values())
