@@ -53,7 +53,7 @@ _METRIC_KEYS = (
 _SATURATED = 0.99
 
 # Bounds and initial multipliers by the name of the constraint.
-_GAUSSIAN_DEFAULTS = {"mean": (1e-2, 1.0), "stddev": (2e-5, 1.0)}
+_GAUSSIAN_DEFAULTS = {"mean": (1e-2, 1.0), "stddev": (1e-5, 1.0)}
 _DISCRETE_DEFAULTS = {"policy": (1e-2, 5.0)}
 
 
@@ -93,7 +93,7 @@ class VMPOLoss(AdvantageLoss):
         top_k_fraction (float): fraction of the batch that is kept, in ``(0, 1]``.
         epsilon_eta (float): bound of the E-step's KL divergence.
         epsilon_mean (float, optional): bound for the mean of a Gaussian policy. Default ``1e-2``.
-        epsilon_stddev (float, optional): bound for its standard deviation. Default ``2e-5``.
+        epsilon_stddev (float, optional): bound for its standard deviation. Default ``1e-5``.
         epsilon_policy (float, optional): bound for a categorical policy. Default ``1e-2``.
         per_dim_constraining (bool): bounds per action dimension, not for their sum.
         init_temperature (float): initial temperature, in real units like every multiplier.

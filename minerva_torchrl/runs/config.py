@@ -231,7 +231,7 @@ class VMPONetworkConfig(OnPolicyNetworkConfig):
     V-MPO only imitates the better actions, and its standard deviation falls faster.
     """
 
-    init_scale: float = 0.7
+    init_scale: float = 0.6
 
 
 @dataclass(frozen=True)
