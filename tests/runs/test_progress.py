@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import contextlib
 import io
 import os
 import re
@@ -302,8 +303,12 @@ def on_terminal(columns: int, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> 
         progress.update(6_800, 3_400, 612.345)
         progress.evaluated(EVALUATION)
         progress.close()
-        text = os.read(ours, 100_000).decode()
+    written = b""
+    with contextlib.suppress(OSError):  # its end, as nobody writes any more
+        while part := os.read(ours, 100_000):  # what is written arrives in parts
+            written += part
     os.close(ours)
+    text = written.decode()
     return [part for part in text.replace("\n", "\r").split("\r") if part.strip()][-1]
 
 
