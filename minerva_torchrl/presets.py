@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from minerva_torchrl.objectives._checks import check_choice
+from minerva_torchrl.objectives.checks import check_choice
 
 __all__ = ["PRESETS", "Preset", "mpo_preset", "ppo_preset", "vmpo_preset"]
 

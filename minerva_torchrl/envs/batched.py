@@ -16,7 +16,7 @@ from torchrl._utils import seed_generator
 from torchrl.data import Binary, Bounded, Composite, TensorSpec, Unbounded
 from torchrl.envs import EnvBase
 
-from minerva_torchrl.objectives._checks import check_count
+from minerva_torchrl.objectives.checks import check_count
 
 __all__ = ["Actions", "BatchedEnv", "BoxActions", "Observation", "Simulator", "copy_seeds"]
 

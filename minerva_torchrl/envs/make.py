@@ -23,7 +23,7 @@ from minerva_torchrl.envs.gym import GymnasiumEnv, gymnasium_names
 from minerva_torchrl.envs.staggering import StaggeredEpisodes
 from minerva_torchrl.envs.suite import SuiteEnv, suite_names
 from minerva_torchrl.envs.transforms import RunningObservationNorm
-from minerva_torchrl.objectives._checks import check_count
+from minerva_torchrl.objectives.checks import check_count
 
 __all__ = ["list_envs", "make_env"]
 

@@ -9,7 +9,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 from torchrl.envs import Transform
 
-from minerva_torchrl.objectives._checks import check_count
+from minerva_torchrl.objectives.checks import check_count
 
 __all__ = ["StaggeredEpisodes"]
 

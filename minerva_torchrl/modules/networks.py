@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from minerva_torchrl.modules.activations import ELU, Tanh
-from minerva_torchrl.objectives._checks import check_count, check_positive
+from minerva_torchrl.objectives.checks import check_count, check_positive
 
 __all__ = ["ControlTorso", "GaussianPolicy", "StateActionCritic"]
 

@@ -27,7 +27,7 @@ from typing_extensions import Self
 from minerva_torchrl.objectives import functional as F
 from minerva_torchrl.objectives._base import DualLossModule
 from minerva_torchrl.objectives._calls import get_dist, is_plain, using
-from minerva_torchrl.objectives._checks import check_choice, check_count
+from minerva_torchrl.objectives.checks import check_choice, check_count
 from minerva_torchrl.objectives._policy import (
     action_bounds,
     blank_terminal_states,

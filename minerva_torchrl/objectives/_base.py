@@ -14,7 +14,7 @@ from torchrl.objectives.common import LossModule
 from torchrl.objectives.utils import dispatch_value_estimator
 from typing_extensions import Self
 
-from minerva_torchrl.objectives._checks import check_choice
+from minerva_torchrl.objectives.checks import check_choice
 from minerva_torchrl.objectives._memory import keep_freed_memory
 from minerva_torchrl.objectives.duals import DualVariable
 from minerva_torchrl.objectives.functional import masked_mean

@@ -26,7 +26,7 @@ from typing_extensions import Self
 from minerva_torchrl.objectives import functional as F
 from minerva_torchrl.objectives._base import DualLossModule
 from minerva_torchrl.objectives._calls import call_module, get_dist, using
-from minerva_torchrl.objectives._checks import check_choice, check_positive
+from minerva_torchrl.objectives.checks import check_choice, check_positive
 from minerva_torchrl.objectives.popart import popart_heads, popart_normalize
 
 _ESTIMATOR_ALIASES = {"returns": ValueEstimators.TD1, "dae": ValueEstimators.TD0}

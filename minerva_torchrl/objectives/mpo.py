@@ -16,7 +16,7 @@ from torchrl.objectives.utils import distance_loss
 from minerva_torchrl.objectives import functional as F
 from minerva_torchrl.objectives._actor_critic import SampledCriticLoss
 from minerva_torchrl.objectives._base import masked_extreme, masked_means
-from minerva_torchrl.objectives._checks import check_choice, check_count, check_positive
+from minerva_torchrl.objectives.checks import check_choice, check_count, check_positive
 from minerva_torchrl.objectives._policy import (
     check_is_gaussian_actor,
     gaussian_parameters,

@@ -14,7 +14,7 @@ from torchrl.data.tensor_specs import TensorSpec
 
 from minerva_torchrl.objectives import functional as F
 from minerva_torchrl.objectives._base import masked_extreme
-from minerva_torchrl.objectives._checks import check_choice, check_fraction, check_positive
+from minerva_torchrl.objectives.checks import check_choice, check_fraction, check_positive
 from minerva_torchrl.objectives._on_policy import AdvantageLoss, masked_std
 from minerva_torchrl.objectives._policy import (
     action_bounds,

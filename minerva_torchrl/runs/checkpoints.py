@@ -20,7 +20,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from minerva_torchrl.objectives._checks import check_choice, check_count
+from minerva_torchrl.objectives.checks import check_choice, check_count
 
 __all__ = ["Checkpoint", "CheckpointError", "CheckpointStore", "open_checkpoint"]
 

@@ -11,7 +11,7 @@ from typing import TextIO
 
 from tqdm import tqdm
 
-from minerva_torchrl.objectives._checks import check_count
+from minerva_torchrl.objectives.checks import check_count
 
 __all__ = ["Progress", "format_duration"]
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from minerva_torchrl.objectives._checks import check_count
+from minerva_torchrl.objectives.checks import check_count
 
 __all__ = ["require_video_support", "write_video"]
 

@@ -90,7 +90,7 @@ from torchrl.objectives.utils import TargetNetUpdater
 from torchrl.trainers.algorithms.configs import LossConfig, TrainerConfig
 from torchrl.trainers.algorithms.configs.trainers import _register_trainer_hooks
 
-from minerva_torchrl.objectives._checks import check_choice
+from minerva_torchrl.objectives.checks import check_choice
 from minerva_torchrl.objectives.mpo import MPOLoss
 from minerva_torchrl.objectives.vmpo import VMPOLoss
 from minerva_torchrl.trainers._config_parts import (

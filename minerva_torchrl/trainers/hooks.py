@@ -17,7 +17,7 @@ from torchrl.objectives.utils import TargetNetUpdater
 from torchrl.trainers import Trainer, TrainerHookBase
 from torchrl.trainers.trainers import UpdateWeights
 
-from minerva_torchrl.objectives._checks import check_count, check_fraction
+from minerva_torchrl.objectives.checks import check_count, check_fraction
 from minerva_torchrl.trainers._phases import NonFiniteError, PhasedStepper
 
 __all__ = [

@@ -13,7 +13,7 @@ from torchrl.collectors import BaseCollector
 from torchrl.objectives import ClipPPOLoss
 from torchrl.trainers import Trainer, TrainerHookBase
 
-from minerva_torchrl.objectives._checks import check_count
+from minerva_torchrl.objectives.checks import check_count
 from minerva_torchrl.objectives.ppo import estimate_advantage, ppo_kl_k3
 from minerva_torchrl.trainers.annealing import register_lr_scheduler
 from minerva_torchrl.trainers.hooks import (

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torchrl.objectives import ClipPPOLoss
 
-from minerva_torchrl.objectives._checks import check_choice, check_count, check_positive
+from minerva_torchrl.objectives.checks import check_choice, check_count, check_positive
 from minerva_torchrl.objectives.clip_ppo import DirectClipPPOLoss
 from minerva_torchrl.objectives.mpo import MPOLoss
 from minerva_torchrl.objectives.vmpo import VMPOLoss

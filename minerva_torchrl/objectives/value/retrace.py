@@ -20,7 +20,7 @@ from torchrl.data.tensor_specs import TensorSpec
 from torchrl.objectives.utils import register_value_estimator
 from torchrl.objectives.value import ValueEstimatorBase
 
-from minerva_torchrl.objectives._checks import check_count
+from minerva_torchrl.objectives.checks import check_count
 from minerva_torchrl.objectives._policy import (
     action_bounds,
     blank_terminal_states,
