@@ -23,7 +23,7 @@ class FloorSettings:
     top_k_fraction: float
     solve_temperature: bool
     kl_of_selected: bool  # divergences over the selected samples, not over all
-    epsilon_eta: float
+    epsilon: float
     epsilon_mean: float
     epsilon_stddev: float
     clip: float
@@ -106,13 +106,13 @@ class VMPOFloor:
         advantage = (advantage - advantage.mean()) / (advantage.std(unbiased=False) + 1e-8)
         best = advantage.topk(max(1, int(s.top_k_fraction * len(advantage))))
         if s.solve_temperature:
-            eta = torch.tensor(_solve(best.values, s.epsilon_eta))
+            eta = torch.tensor(_solve(best.values, s.epsilon))
             with torch.no_grad():
                 raw.copy_((eta - 1e-8).expm1().log())
             return best.indices, (best.values / eta).softmax(0)
         eta = F.softplus(raw) + 1e-8
         scaled = best.values / eta
-        loss = eta * (s.epsilon_eta + scaled.logsumexp(0) - math.log(len(scaled)))
+        loss = eta * (s.epsilon + scaled.logsumexp(0) - math.log(len(scaled)))
         self.optimizer_temperature.zero_grad()
         loss.backward()
         self.optimizer_temperature.step()

@@ -99,7 +99,7 @@ def make_floor(loss: VMPOLoss, stepper: VMPOOptimizationStepper, preset_name: st
         top_k_fraction=loss.top_k_fraction,
         solve_temperature=loss.temperature_update == "solve",
         kl_of_selected=loss.kl_samples == "selected",
-        epsilon_eta=loss.epsilon_eta.item(),
+        epsilon=loss.epsilon.item(),
         epsilon_mean=loss.epsilon_mean.item(),
         epsilon_stddev=loss.epsilon_stddev.item(),
         clip=stepper.clip,

@@ -2,38 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Literal
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
-from tensordict.nn import TensorDictModule
+from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModule, TensorDictParams
 from torch import Tensor, nn
+from torch import distributed as dist
+from torch import distributions as D
 from torch.utils.hooks import RemovableHandle
 from torchrl.objectives.common import LossModule
 from torchrl.objectives.utils import dispatch_value_estimator
 from typing_extensions import Self
 
-from minerva_torchrl.objectives.checks import check_choice
-from minerva_torchrl.objectives._memory import keep_freed_memory
-from minerva_torchrl.objectives.duals import DualVariable
-from minerva_torchrl.objectives.functional import masked_mean
+from minerva_torchrl.objectives.checks import check_choice, check_positive
+from minerva_torchrl.objectives.duals import Constraint, DualVariable, Temperature
 
 _REDUCTIONS = ("mean", "sum", "none")
 _ESTIMATOR_PREFIX = "_value_estimator."
+# The objective that every loss has. Its temperature and bound go by the shortest names.
+MAIN_OBJECTIVE = "value"
 
 
 class DualLossModule(LossModule):
-    """A loss with positive dual variables, masked reductions and checked inputs.
+    """A loss with temperatures and constraints, masked reductions and checked inputs.
 
-    Subclasses register their :class:`~minerva_torchrl.objectives.duals.DualVariable` modules as
-    attributes, list their inputs in :meth:`_set_in_keys` and name their outputs in
+    Subclasses fill ``temperatures`` and ``constraints`` through :meth:`_add_temperature` and
+    :meth:`_add_constraints`, list their inputs in :meth:`_set_in_keys` and name their outputs in
     ``_loss_keys`` and ``_metric_keys``.
     """
 
-    _loss_keys: tuple[str, ...]
-    _metric_keys: tuple[str, ...]
     SUPPORTED_VALUE_ESTIMATORS: tuple[Any, ...]
+
+    actor_network: ProbabilisticTensorDictSequential
+    actor_network_params: TensorDictParams
+    target_actor_network_params: TensorDictParams
+
+    process_group: dist.ProcessGroup | None = None
+    """Processes that hold parts of one batch: means, counts and solved duals are those of all.
+
+    An optimisation stepper sets it where the loss is wrapped for distributed training.
+    """
 
     def __init__(
         self,
@@ -44,35 +55,116 @@ class DualLossModule(LossModule):
     ) -> None:
         self._in_keys: list[NestedKey] | None = None
         self._out_keys: list[str] | None = None
-        keep_freed_memory()
         super().__init__()
         self.reduction = "mean" if reduction is None else reduction
         check_choice("reduction", self.reduction, _REDUCTIONS)
         check_choice("use_prioritized_weights", use_prioritized_weights, (True, False, "auto"))
         check_choice("scalar_output_mode", scalar_output_mode, (None, "exclude", "non_tensor"))
+        if self.reduction == "none" and scalar_output_mode is None:
+            warnings.warn(
+                f"{type(self).__name__} with reduction='none' leaves out its 0-d metrics. Pass "
+                "scalar_output_mode='exclude' to say so, or 'non_tensor' to get them as non-tensor "
+                "data.",
+                category=UserWarning,
+                stacklevel=3,
+            )
+            scalar_output_mode = "exclude"
         self.use_prioritized_weights = use_prioritized_weights
         self.scalar_output_mode = scalar_output_mode
-        self.register_load_state_dict_pre_hook(_keep_estimator_entries_apart)
+        self.temperatures = nn.ModuleDict()
+        self.constraints = nn.ModuleDict()
+        # Every dual, and the dual behind every bound, by the name that users know it by.
+        self._duals: dict[str, DualVariable] = {}
+        self._bounds: dict[str, Temperature | Constraint] = {}
+        self.register_load_state_dict_pre_hook(_upgrade_before_loading)
 
     # Dual variables ------------------------------------------------------------------------------
 
+    def _add_temperature(self, name: str, init: float, epsilon: float, *, solved: bool) -> None:
+        """Give an objective its temperature."""
+        main = name == MAIN_OBJECTIVE
+        alias = "temperature" if main else f"{name}_temperature"
+        bound = "epsilon" if main else f"epsilon_{name}"
+        check_positive(f"init_{alias}", init)
+        check_positive(bound, epsilon)
+        temperature = Temperature(init, epsilon, solved=solved).to(self._default_device)
+        self.temperatures[name] = self._duals[alias] = self._bounds[bound] = temperature
+
+    def _add_constraints(
+        self,
+        names: Iterable[str],
+        shape: tuple[int, ...],
+        given: Mapping[str, tuple[float | None, float | None]],
+        defaults: Mapping[str, tuple[float, float]],
+    ) -> None:
+        """Give every constraint of the policy its bound and its multiplier.
+
+        ``given`` and ``defaults`` have the bound and the initial multiplier by constraint.
+        """
+        names = tuple(names)
+        for name, values in given.items():
+            for argument, value in zip(
+                (f"epsilon_{name}", f"init_alpha_{name}"), values, strict=True
+            ):
+                if name not in names and value is not None:
+                    raise ValueError(
+                        f"{argument} does not apply to a policy whose constraints are "
+                        f"{', '.join(names)}; got {value}."
+                    )
+        for name in names:
+            epsilon, init = (
+                default if value is None else value
+                for value, default in zip(given[name], defaults[name], strict=True)
+            )
+            check_positive(f"epsilon_{name}", epsilon)
+            check_positive(f"init_alpha_{name}", init)
+            constraint = Constraint(init, epsilon, shape).to(self._default_device)
+            self.constraints[name] = constraint
+            self._duals[f"alpha_{name}"] = self._bounds[f"epsilon_{name}"] = constraint
+
+    def __getattr__(self, name: str) -> Any:
+        """Duals and bounds by name: ``loss.alpha_mean``, ``loss.epsilon_mean``."""
+        known = self.__dict__
+        if name in known.get("_duals", ()):
+            return known["_duals"][name]
+        if name in known.get("_bounds", ()):
+            return known["_bounds"][name].epsilon
+        return super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Bounds can be scheduled: ``loss.epsilon_mean = 1e-3``."""
+        dual = self.__dict__.get("_bounds", {}).get(name)
+        if dual is None:
+            super().__setattr__(name, value)
+        else:
+            check_positive(name, value)
+            dual.epsilon.fill_(value)
+
     def dual_variables(self) -> Iterator[DualVariable]:
         """The temperatures and multipliers of this loss."""
-        for module in self.children():
-            if isinstance(module, DualVariable):
-                yield module
+        first, *others = self.temperatures.values()
+        yield from (first, *self.constraints.values(), *others)
 
     def dual_values(self) -> dict[str, Tensor]:
         """Present values of the dual variables, means over dimensions, 0-d and detached."""
-        return {
-            name: module().detach().mean()
-            for name, module in self.named_children()
-            if isinstance(module, DualVariable)
-        }
+        return {name: dual().detach().mean() for name, dual in self._duals.items()}
 
     def dual_parameters(self) -> list[nn.Parameter]:
         """The learnable parameters of the dual variables, for an optimiser."""
         return [dual.raw for dual in self.dual_variables() if dual.raw.requires_grad]
+
+    def temperature_parameters(self) -> list[nn.Parameter]:
+        """Those of the temperatures only; none if they are solved for."""
+        duals = self.temperatures.values()
+        return [dual.raw for dual in duals if dual.raw.requires_grad]
+
+    def alpha_parameters(self) -> list[nn.Parameter]:
+        """Those of the multipliers only."""
+        return [dual.raw for dual in self.constraints.values()]
+
+    def solved_parameters(self) -> list[nn.Parameter]:
+        """Dual variables that are set by the E-step, not by an optimiser."""
+        return [dual.raw for dual in self.temperatures.values() if not dual.raw.requires_grad]
 
     def project_duals_(self) -> None:
         """Put every dual variable back above its floor. Call it after each optimiser step."""
@@ -98,6 +190,18 @@ class DualLossModule(LossModule):
 
     # Keys ----------------------------------------------------------------------------------------
 
+    @property
+    def _loss_keys(self) -> tuple[str, ...]:
+        raise NotImplementedError
+
+    @property
+    def _metric_keys(self) -> tuple[str, ...]:
+        raise NotImplementedError
+
+    @property
+    def _dual_loss_keys(self) -> tuple[str, ...]:
+        return tuple(f"loss_{name}" for name in self._duals)
+
     def _set_in_keys(self) -> None:
         raise NotImplementedError
 
@@ -117,17 +221,13 @@ class DualLossModule(LossModule):
     def out_keys(self) -> list[str]:
         """Entries that the loss returns: its losses, then its metrics."""
         if self._out_keys is None:
-            metrics = self._metric_keys if self._returns_metrics else ()
-            self._out_keys = [*self._loss_keys, *metrics]
+            has_metrics = self.reduction != "none" or self.scalar_output_mode == "non_tensor"
+            self._out_keys = [*self._loss_keys, *(self._metric_keys if has_metrics else ())]
         return self._out_keys
 
     @out_keys.setter
     def out_keys(self, values: list[str]) -> None:
         self._out_keys = values
-
-    @property
-    def _returns_metrics(self) -> bool:
-        return self.reduction != "none" or self.scalar_output_mode == "non_tensor"
 
     def _make_value_estimator(
         self, value_type: Any, value_network: TensorDictModule | None, /, **hyperparams: Any
@@ -155,6 +255,13 @@ class DualLossModule(LossModule):
                 f"It has {present}. Other names can be given with set_keys(...)."
             )
 
+    # Policy --------------------------------------------------------------------------------------
+
+    def _dist(self, states: TensorDictBase, params: TensorDictParams) -> D.Distribution:
+        """The policy with some parameters at some states."""
+        with params.to_module(self.actor_network, preserve_module_state=False):
+            return self.actor_network.get_dist(states.select(*self.actor_network.in_keys))
+
     # Reduction -----------------------------------------------------------------------------------
 
     def _valid_mask(self, tensordict: TensorDictBase) -> Tensor | None:
@@ -169,23 +276,56 @@ class DualLossModule(LossModule):
 
     def _priority_weight(self, tensordict: TensorDictBase) -> Tensor | None:
         """Importance weights of prioritised replay, ``[*B]``."""
-        if self.use_prioritized_weights is False:
-            return None
-        key = self.tensor_keys.priority_weight
         if self.use_prioritized_weights is True:
-            self._check_keys(tensordict, [key])
-        weights = tensordict.get(key, None)
+            self._check_keys(tensordict, [self.tensor_keys.priority_weight])
+        weights = self._maybe_get_priority_weight(tensordict)
         return None if weights is None else weights.reshape(tensordict.shape)
 
-    def _reduce(self, loss: Tensor, mask: Tensor | None, weights: Tensor | None) -> Tensor:
-        """Reduce a loss ``[*B]`` as ``reduction`` says, with static shapes."""
-        if self.reduction == "mean":
-            return masked_mean(loss, mask, weights)
-        if weights is not None:
-            loss = loss * weights
-        if mask is not None:
+    def _reduce(self, loss: Tensor, mask: Tensor | None, weights: Tensor | None = None) -> Tensor:
+        """Reduce a loss ``[*B]`` as ``reduction`` says, over the batches of all processes."""
+        if mask is not None and (weights is not None or self.reduction == "none"):
             loss = torch.where(mask, loss, 0.0)
-        return loss.sum() if self.reduction == "sum" else loss
+            weights = None if weights is None else torch.where(mask, weights, 0.0)
+            mask = None
+        if self.reduction == "none":
+            return loss if weights is None else loss * weights
+        if weights is None:
+            reduced = self._reduce_loss(loss, mask=mask)
+            count: Tensor | int = loss.numel() if mask is None else mask.sum()
+        else:
+            weights, count = weights.to(loss.dtype), weights.sum()
+            # Where no weight is left, neither is any loss.
+            weights = torch.where(count > 0, weights, 1.0)
+            reduced = self._reduce_loss(loss, weights=weights)
+        return reduced if self.process_group is None else reduced * self._share(loss, count)
+
+    def _share(self, loss: Tensor, count: Tensor | int) -> Tensor | int:
+        """What turns this process's reduction into its share of that over all processes.
+
+        Distributed training averages gradients over the processes, whatever they have in them.
+        """
+        size = dist.get_world_size(self.process_group)
+        if self.reduction == "sum":
+            return size
+        count = torch.as_tensor(count, dtype=loss.dtype, device=loss.device)
+        total = self._total(count)
+        return count * size / torch.where(total > 0, total, 1.0)
+
+    def _total(self, x: Tensor) -> Tensor:
+        """The sum over all processes."""
+        if self.process_group is None:
+            return x
+        x = x.clone()
+        dist.all_reduce(x, group=self.process_group)
+        return x
+
+    def _gather(self, x: Tensor, dim: int = 0) -> Tensor:
+        """What all processes have, along a dimension; all have the same shape."""
+        if self.process_group is None:
+            return x
+        parts = [torch.empty_like(x) for _ in range(dist.get_world_size(self.process_group))]
+        dist.all_gather(parts, x.contiguous(), group=self.process_group)
+        return torch.cat(parts, dim)
 
     def _output(
         self, losses: dict[str, Tensor], metrics: dict[str, Tensor], batch_size: torch.Size
@@ -199,35 +339,45 @@ class DualLossModule(LossModule):
                 output.set_non_tensor(name, value)
         return output
 
+    # States of other versions --------------------------------------------------------------------
 
-def masked_means(values: dict[str, Tensor], mask: Tensor | None) -> dict[str, Tensor]:
-    """Means of several ``[*B]`` where ``mask`` ``[*B]`` holds, 0-d, in one go."""
-    stacked = torch.stack(list(values.values()))
-    if mask is None:
-        means = stacked.flatten(1).mean(1)
-    else:
-        means = torch.where(mask, stacked, 0.0).flatten(1).sum(1) / mask.sum().clamp_min(1)
-    return dict(zip(values, means.unbind(), strict=True))
+    def upgrade_state_dict(self, state_dict: Mapping[str, Any]) -> dict[str, Any]:
+        """The state of a loss of version 0.1 under the present names; others as they are.
+
+        Args:
+            state_dict (mapping): what ``state_dict()`` of such a loss returned.
+        """
+        renamed = {
+            f"{alias}.raw": f"{name}.raw"
+            for alias, dual in self._duals.items()
+            for name, module in self.named_modules()
+            if module is dual
+        }
+        renamed |= {
+            bound: f"{name}.epsilon"
+            for bound, dual in self._bounds.items()
+            for name, module in self.named_modules()
+            if module is dual
+        }
+        return {renamed.get(key, key): value for key, value in state_dict.items()}
 
 
-def masked_extreme(x: Tensor, mask: Tensor | None, which: Literal["min", "max"]) -> Tensor:
-    """Smallest or largest entry of ``x`` ``[N, *B]`` where ``mask`` ``[*B]`` holds."""
-    if mask is not None:
-        x = torch.where(mask, x, torch.inf if which == "min" else -torch.inf)
-    return x.amin() if which == "min" else x.amax()
-
-
-def _keep_estimator_entries_apart(
-    module: nn.Module, state_dict: dict[str, Any], prefix: str, *_: Any
+def _upgrade_before_loading(
+    module: DualLossModule, state_dict: dict[str, Any], prefix: str, *_: Any
 ) -> None:
-    """Let a state be loaded whatever value estimator it was saved with.
+    """Let a state be loaded whatever version and value estimator it was saved with.
 
     The estimator's entries are hyperparameters (``gamma``, ``lmbda``). Those that the present
     estimator has too are loaded, the others are left as they are.
     """
-    start = prefix + _ESTIMATOR_PREFIX
-    present = {k: v for k, v in module.state_dict(prefix=prefix).items() if k.startswith(start)}
-    for key in [key for key in state_dict if key.startswith(start) and key not in present]:
-        del state_dict[key]
-    for key, value in present.items():
-        state_dict.setdefault(key, value)
+    own = {k.removeprefix(prefix): v for k, v in state_dict.items() if k.startswith(prefix)}
+    for key in own:
+        del state_dict[prefix + key]
+    own = module.upgrade_state_dict(own)
+    saved = {key for key in own if key.startswith(_ESTIMATOR_PREFIX)}
+    if saved:
+        _ = module.value_estimator  # made now, if it was not needed before
+    present = {k: v for k, v in module.state_dict().items() if k.startswith(_ESTIMATOR_PREFIX)}
+    own = {key: value for key, value in own.items() if key not in saved or key in present}
+    own = {**present, **own}
+    state_dict.update({prefix + key: value for key, value in own.items()})

@@ -15,24 +15,20 @@ from tensordict.nn import (
     composite_lp_aggregate,
 )
 from torch import Tensor
-from torch import distributions as D
-from torchrl.objectives.utils import (
-    ValueEstimators,
-    _cache_values,
-    distance_loss,
-)
+from torchrl.data.tensor_specs import TensorSpec
+from torchrl.objectives.utils import ValueEstimators, _cache_values, distance_loss
 from typing_extensions import Self
 
-from minerva_torchrl.objectives import functional as F
 from minerva_torchrl.objectives._base import DualLossModule
-from minerva_torchrl.objectives._calls import call_module, get_dist, using
 from minerva_torchrl.objectives.checks import check_choice, check_positive
-from minerva_torchrl.objectives.popart import popart_heads, popart_normalize
+from minerva_torchrl.objectives.policies import policy_family
+from minerva_torchrl.objectives.reductions import masked_mean, masked_std
+from minerva_torchrl.objectives.specs import resolve_action_spec
 
 _ESTIMATOR_ALIASES = {"returns": ValueEstimators.TD1, "dae": ValueEstimators.TD0}
 
 
-class AdvantageLoss(DualLossModule):
+class OnPolicyLoss(DualLossModule):
     """Estimates advantages, evaluates the policy and regresses the critic on its target."""
 
     @dataclass
@@ -65,9 +61,6 @@ class AdvantageLoss(DualLossModule):
         ValueEstimators.TDLambda,
     )
 
-    actor_network: ProbabilisticTensorDictSequential
-    actor_network_params: TensorDictParams
-    target_actor_network_params: TensorDictParams
     critic_network: TensorDictModule
     critic_network_params: TensorDictParams
     target_critic_network_params: TensorDictParams
@@ -79,13 +72,19 @@ class AdvantageLoss(DualLossModule):
         critic_network: TensorDictModule,
         *,
         delay_actor: bool,
+        per_dim_constraining: bool,
+        action_spec: TensorSpec | None,
         separate_losses: bool,
         critic_coeff: float,
         loss_critic_type: Literal["l2", "l1", "smooth_l1"],
-        clip_value: float | None,
+        clip_value: float | bool | None,
+        device: torch.device | None,
         reduction: Literal["none", "mean", "sum"] | None,
         scalar_output_mode: Literal["exclude", "non_tensor"] | None,
     ) -> None:
+        action_keys = getattr(actor_network, "dist_sample_keys", ["action"])
+        spec = resolve_action_spec(action_spec, actor_network, action_keys[0])
+        policy = policy_family(actor_network, spec, per_dim=per_dim_constraining)
         if not isinstance(critic_network, TensorDictModuleBase):
             raise TypeError(
                 "critic_network must be a TensorDictModule that writes 'state_value', "
@@ -93,6 +92,8 @@ class AdvantageLoss(DualLossModule):
             )
         check_positive("critic_coeff", critic_coeff)
         check_choice("loss_critic_type", loss_critic_type, ("l2", "l1", "smooth_l1"))
+        if clip_value is False:
+            clip_value = None
         if clip_value is not None:
             check_positive("clip_value", clip_value)
         super().__init__(
@@ -100,18 +101,17 @@ class AdvantageLoss(DualLossModule):
             use_prioritized_weights=False,
             scalar_output_mode=scalar_output_mode,
         )
+        self.policy = policy
+        self.delay_actor = delay_actor
+        self.separate_losses = separate_losses
         self.loss_critic_type = loss_critic_type
         self.clip_value = clip_value
         self.convert_to_functional(actor_network, "actor_network", create_target_params=delay_actor)
         shared = list(actor_network.parameters()) if separate_losses else None
         self.convert_to_functional(critic_network, "critic_network", compare_against=shared)
-        self._has_popart = bool(popart_heads(critic_network))
-        device = next(actor_network.parameters()).device
+        device = self._default_device if device is None else device
         self.register_coeff_buffer("critic_coeff", critic_coeff, device=device)
-        self.set_keys(
-            action=actor_network.dist_sample_keys[0],
-            sample_log_prob=actor_network.log_prob_keys[0],
-        )
+        self.set_keys(action=action_keys[0], sample_log_prob=actor_network.log_prob_keys[0])
         if self.tensor_keys.value not in critic_network.out_keys:
             self.set_keys(value=critic_network.out_keys[0])
 
@@ -141,42 +141,70 @@ class AdvantageLoss(DualLossModule):
         """
         if isinstance(value_type, str):
             value_type = _ESTIMATOR_ALIASES.get(value_type.lower(), value_type)
+        if value_type in (ValueEstimators.VTrace, "vtrace"):
+            raise NotImplementedError(
+                f"{type(self).__name__} takes no V-trace: its data is that of the policy itself, "
+                "for which V-trace is TD(1), and TorchRL's estimator weighs an action drawn anew "
+                "instead of the stored one. Use GAE, TD0, TD1 or TDLambda."
+            )
         return self._make_value_estimator(value_type, self.critic_network, **hyperparams)
 
     # Advantages and critic -----------------------------------------------------------------------
 
-    def critic_loss(
-        self, tensordict: TensorDictBase, *, with_metrics: bool = True
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss of the critic, and its metrics: none ``with_metrics=False``."""
-        keys = self.tensor_keys
-        self._advantage(tensordict)  # makes the target if the data has none
-        target = tensordict.get(keys.value_target)
-        critic_input = tensordict.select(*self.critic_network.in_keys)
-        with using(self.critic_network, self.critic_network_params):
-            value = call_module(self.critic_network, critic_input).get(keys.value)
-        if value.shape != target.shape:
+    def _critic_value(self, tensordict: TensorDictBase) -> Tensor:
+        """Present value of each state, ``[*B, 1]``."""
+        inputs = tensordict.select(*self.critic_network.in_keys)
+        with self.critic_network_params.to_module(
+            self.critic_network, preserve_module_state=False
+        ):
+            value = self.critic_network(inputs).get(self.tensor_keys.value)
+        shape = (*tensordict.shape, 1)
+        if value.shape != shape:
             raise ValueError(
-                f"critic_network must write {keys.value!r} of shape {tuple(target.shape)} for a "
+                f"critic_network must write {self.tensor_keys.value!r} of shape {shape} for a "
                 f"batch of shape {tuple(tensordict.shape)}, got {tuple(value.shape)}."
             )
+        return value
+
+    def _critic_loss(self, tensordict: TensorDictBase, value: Tensor) -> Tensor:
+        """Loss of values ``[*B, 1]``, reduced."""
+        keys = self.tensor_keys
+        target, old_value = tensordict.get(keys.value_target), None
         mask = self._valid_mask(tensordict)
-        metrics = {}
-        if with_metrics:
-            metrics = _value_metrics(value.detach().squeeze(-1), target.squeeze(-1), mask)
         if mask is not None:  # left out before the loss: the gradient of a NaN is never zero
             target = torch.where(mask.unsqueeze(-1), target, value.detach())
-        if self._has_popart:
-            value, target = popart_normalize(self, value, target)
-        loss = distance_loss(value, target, self.loss_critic_type)
         if self.clip_value is not None:
             self._check_keys(tensordict, [keys.value])
             old_value = tensordict.get(keys.value)
-            if self._has_popart:
-                (old_value,) = popart_normalize(self, old_value)
+        target, value, old_value = self._critic_loss_inputs(target, value, old_value)
+        loss = distance_loss(value, target, self.loss_critic_type)
+        if old_value is not None:
             clipped = old_value + (value - old_value).clamp(-self.clip_value, self.clip_value)
             loss = torch.maximum(loss, distance_loss(clipped, target, self.loss_critic_type))
-        return self._reduce(self.critic_coeff * loss.squeeze(-1), mask, None), metrics
+        return self._reduce(self.critic_coeff * loss.squeeze(-1), mask)
+
+    def _critic_loss_inputs(
+        self, target_return: Tensor, state_value: Tensor, old_state_value: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Target, value and stored value as the critic's error sees them, as in TorchRL's PPO.
+
+        A subclass can take the error on another scale, for example a normalised one.
+        """
+        return target_return, state_value, old_state_value
+
+    @torch.no_grad()
+    def _critic_metrics(self, tensordict: TensorDictBase, value: Tensor) -> dict[str, Tensor]:
+        value, mask = value.squeeze(-1), self._valid_mask(tensordict)
+        target = tensordict.get(self.tensor_keys.value_target).squeeze(-1)
+        target_std = masked_std(target, mask)
+        residual_std = masked_std(target - value, mask)
+        return {
+            "explained_variance": 1 - residual_std.square() / (target_std.square() + 1e-8),
+            "value_mean": masked_mean(value, mask),
+            "value_std": masked_std(value, mask),
+            "value_target_mean": masked_mean(target, mask),
+            "value_target_std": target_std,
+        }
 
     def _advantage(self, tensordict: TensorDictBase) -> Tensor:
         """Advantage of each sample, ``[*B]``, estimated if the data has none."""
@@ -205,31 +233,6 @@ class AdvantageLoss(DualLossModule):
     def _detached_critic_params(self) -> TensorDictParams:
         return self.critic_network_params.detach()
 
-    # Policy --------------------------------------------------------------------------------------
-
-    def _dist(self, tensordict: TensorDictBase, params: TensorDictParams) -> D.Distribution:
-        with using(self.actor_network, params):
-            return get_dist(self.actor_network, tensordict.select(*self.actor_network.in_keys))
-
     def _optional_weight(self, tensordict: TensorDictBase, key: NestedKey) -> Tensor | None:
         weight = tensordict.get(key, None)
         return None if weight is None else weight.reshape(tensordict.shape)
-
-
-def masked_std(x: Tensor, mask: Tensor | None) -> Tensor:
-    """Population standard deviation over the positions where ``mask`` holds."""
-    mean = F.masked_mean(x, mask)
-    return F.masked_mean((x - mean).square(), mask).sqrt()
-
-
-@torch.no_grad()
-def _value_metrics(value: Tensor, target: Tensor, mask: Tensor | None) -> dict[str, Tensor]:
-    target_std = masked_std(target, mask)
-    residual_std = masked_std(target - value, mask)
-    return {
-        "explained_variance": 1 - residual_std.square() / (target_std.square() + 1e-8),
-        "value_mean": F.masked_mean(value, mask),
-        "value_std": masked_std(value, mask),
-        "value_target_mean": F.masked_mean(target, mask),
-        "value_target_std": target_std,
-    }

@@ -1,4 +1,4 @@
-"""Positive dual variables: temperatures and Lagrange multipliers."""
+"""Dual variables with the bounds that they enforce: temperatures and Lagrange multipliers."""
 
 from __future__ import annotations
 
@@ -7,9 +7,10 @@ import math
 import torch
 from torch import Tensor, nn
 
-from minerva_torchrl.objectives.functional import solve_temperature
+from minerva_torchrl.objectives import functional as F
+from minerva_torchrl.objectives.checks import check_positive
 
-__all__ = ["DualVariable"]
+__all__ = ["Constraint", "DualVariable", "Temperature"]
 
 # Keeps the value strictly positive whatever an optimiser does to the raw parameter.
 _OFFSET = 1e-8
@@ -111,18 +112,120 @@ class DualVariable(nn.Module):
             raise ValueError(
                 f"solve_ needs a scalar variable, but this one has shape {tuple(self.raw.shape)}."
             )
-        self.set_(
-            solve_temperature(
-                value,
-                epsilon,
-                sample_dim=sample_dim,
-                log_prior=log_prior,
-                mask=mask,
-                floor=self.floor,
-            )
+        solved = F.solve_temperature(
+            value,
+            epsilon,
+            sample_dim=sample_dim,
+            log_prior=log_prior,
+            mask=mask,
+            floor=self.floor,
         )
+        if mask is not None:  # without any state there is nothing to solve for
+            solved = torch.where(mask.any(), solved, self())
+        self.set_(solved)
         return self().detach()
 
     def extra_repr(self) -> str:
         """Initial value, shape and floor."""
         return f"init={self.init:g}, shape={tuple(self.raw.shape)}, floor={self.floor:g}"
+
+
+class Temperature(DualVariable):
+    r"""The temperature :math:`\eta` of one objective of the E-step, with its bound.
+
+    The dual of the E-step,
+    :math:`L_\eta = \eta (\epsilon + \log \sum_i p_i \exp(v_i / \eta))`, has the gradient
+    :math:`\epsilon - KL(w \| p)`. So a state's loss is all there is to know once its dual and its
+    divergence are computed: no scores need to be kept for the backward pass.
+
+    Args:
+        init (float): initial temperature, positive and finite.
+        epsilon (float): bound :math:`\epsilon` of the divergence of the weights from the prior.
+
+    Keyword Args:
+        solved (bool): set the temperature to the minimum of its dual on every batch instead of
+            learning it by gradient descent. Defaults to ``False``.
+
+    Examples:
+        >>> temperature = Temperature(1.0, epsilon=0.1)
+        >>> scores = torch.tensor([[0.0, 0.0], [0.0, 1.0]])  # two states, two candidates
+        >>> weights, dual, kl = temperature.weigh(scores)
+        >>> weights
+        tensor([[0.5000, 0.5000],
+                [0.2689, 0.7311]])
+        >>> temperature.loss(dual, kl).mean().backward()
+        >>> temperature.raw.grad.sign()  # on average the weights are still within the bound
+        tensor(1.)
+    """
+
+    epsilon: Tensor
+
+    def __init__(self, init: float, epsilon: float, *, solved: bool = False) -> None:
+        super().__init__(init, learnable=not solved)
+        check_positive("epsilon", epsilon)
+        self.solved = solved
+        self.register_buffer("epsilon", torch.tensor(float(epsilon)))
+
+    @torch.no_grad()
+    def weigh(self, scores: Tensor, log_prior: Tensor | None = None) -> tuple[Tensor, ...]:
+        """Weights of the candidates at the present temperature.
+
+        Args:
+            scores (Tensor): what the objective says of the candidates, ``[*B, N]``.
+            log_prior (Tensor, optional): their log-probabilities, ``[*B, N]``, if they are all
+                actions there are. Without it they are samples, which count alike.
+
+        Returns:
+            The weights ``[*B, N]``, and for each state the dual and the divergence of the weights
+            from the prior, ``[*B]``.
+        """
+        weights, dual = F.mpo_weights_and_temperature_loss(
+            scores, self(), self.epsilon, log_prior=log_prior, sample_dim=-1
+        )
+        return weights, dual, F.sample_kl(weights, log_prior, sample_dim=-1)
+
+    def loss(self, dual: Tensor, kl: Tensor) -> Tensor:
+        """The dual as a loss: its value, with the gradient ``epsilon - kl`` at the temperature.
+
+        Args:
+            dual (Tensor): from :meth:`weigh`, or of a whole batch; any shape.
+            kl (Tensor): the divergence that belongs to it, of the same shape.
+        """
+        temperature = self()
+        return dual + (temperature - temperature.detach()) * (self.epsilon - kl)
+
+
+class Constraint(DualVariable):
+    r"""A constraint :math:`KL \le \epsilon` on the policy, with its multiplier :math:`\alpha`.
+
+    Args:
+        init (float): initial multiplier, positive and finite.
+        epsilon (float): the bound.
+        shape (tuple of int): ``(D,)`` for a multiplier and bound per action dimension, ``()``
+            (default) for one.
+
+    Examples:
+        >>> constraint = Constraint(10.0, epsilon=0.01)
+        >>> penalty, loss = constraint.losses(torch.tensor([[0.02], [0.01]]))
+        >>> penalty, loss.detach()
+        (tensor([0.2000, 0.1000]), tensor([-0.1000,  0.0000]))
+    """
+
+    epsilon: Tensor
+
+    def __init__(self, init: float, epsilon: float, shape: tuple[int, ...] = ()) -> None:
+        super().__init__(init, shape)
+        check_positive("epsilon", epsilon)
+        self.register_buffer("epsilon", torch.tensor(float(epsilon)))
+
+    def losses(self, kl: Tensor) -> tuple[Tensor, Tensor]:
+        """Penalty on the policy and loss of the multiplier, each with the other held fixed.
+
+        Args:
+            kl (Tensor): divergences, ``[*B, D]`` or ``[*B, 1]``.
+
+        Returns:
+            Both summed over the last dimension, ``[*B]``.
+        """
+        penalty, loss = F.lagrangian_losses(kl, self(), self.epsilon)
+        return penalty.sum(-1), loss.sum(-1)

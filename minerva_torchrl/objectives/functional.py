@@ -15,6 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from minerva_torchrl.objectives.reductions import masked_mean
+
 __all__ = [
     "GaussianMoments",
     "categorical_kl",
@@ -25,6 +27,7 @@ __all__ = [
     "masked_mean",
     "mpo_weights_and_temperature_loss",
     "out_of_bounds_cost",
+    "sample_kl",
     "sample_kl_to_uniform",
     "solve_temperature",
     "top_k_mask",
@@ -41,7 +44,12 @@ _HALF_LOG_TWO_PI = 0.5 * math.log(2 * math.pi)
 
 
 def mpo_weights_and_temperature_loss(
-    q_value: Tensor, temperature: Tensor, epsilon: Tensor | float, *, sample_dim: int = 0
+    q_value: Tensor,
+    temperature: Tensor,
+    epsilon: Tensor | float,
+    *,
+    log_prior: Tensor | None = None,
+    sample_dim: int = 0,
 ) -> tuple[Tensor, Tensor]:
     r"""Weights of the sampled actions and the dual loss of the temperature.
 
@@ -53,11 +61,20 @@ def mpo_weights_and_temperature_loss(
     uniform distribution over the samples: the temperature rises while the weights are further from
     uniform than the bound allows. Adding a constant to the values of a state changes neither.
 
+    Where the candidates are not samples but all actions there are, their probabilities
+    :math:`\pi'(a_i)` take the place of :math:`1 / N`:
+
+    .. math::
+        w_i \propto \pi'(a_i) \exp(Q_i / \eta), \qquad
+        L_\eta = \eta \Big( \epsilon + \log \sum_i \pi'(a_i) \exp(Q_i / \eta) \Big)
+
     Args:
         q_value (Tensor): values of the sampled actions, ``[N, *B]`` (``N`` at ``sample_dim``).
             No gradient flows into them.
         temperature (Tensor): positive scalar ``eta``.
         epsilon (Tensor or float): bound of the KL divergence.
+        log_prior (Tensor, optional): log-probabilities of the candidates, of the shape of
+            ``q_value``; ``-inf`` for one that can't be taken.
         sample_dim (int): where the samples are. Defaults to 0.
 
     Returns:
@@ -71,11 +88,17 @@ def mpo_weights_and_temperature_loss(
                 [0.5000, 0.7311]])
     """
     q_value = q_value.detach()
+    if log_prior is not None:  # what is never taken may have any value
+        q_value = torch.where(log_prior > -math.inf, q_value, -math.inf)
     # Centring keeps the gradient exact in single precision when values are large against eta.
     best = q_value.amax(sample_dim, keepdim=True)
     logits = (q_value - best) / temperature
+    if log_prior is None:
+        log_mean_exp = logits.logsumexp(sample_dim) - math.log(q_value.shape[sample_dim])
+    else:
+        logits = logits.masked_fill(log_prior == -math.inf, 0.0) + log_prior.detach()
+        log_mean_exp = logits.logsumexp(sample_dim)
     weights = logits.detach().softmax(sample_dim)
-    log_mean_exp = logits.logsumexp(sample_dim) - math.log(q_value.shape[sample_dim])
     loss = temperature * (epsilon + log_mean_exp) + best.squeeze(sample_dim)
     return weights, loss
 
@@ -312,6 +335,23 @@ def sample_kl_to_uniform(weights: Tensor, *, sample_dim: int = 0) -> Tensor:
     return math.log(weights.shape[sample_dim]) - weight_entropy(weights, sample_dim=sample_dim)
 
 
+def sample_kl(weights: Tensor, log_prior: Tensor | None = None, *, sample_dim: int = 0) -> Tensor:
+    r""":math:`KL(w \| p) = \sum_i w_i (\log w_i - \log p_i)`, for samples with :math:`p_i = 1/N`.
+
+    Args:
+        weights (Tensor): ``[N, *B]``, summing to one over ``sample_dim``.
+        log_prior (Tensor, optional): log-probabilities of the candidates, of the same shape.
+        sample_dim (int): where the samples are. Defaults to 0.
+
+    Returns:
+        The divergence of each state, ``[*B]``.
+    """
+    if log_prior is None:
+        return sample_kl_to_uniform(weights, sample_dim=sample_dim)
+    cross = torch.where(weights > 0, weights * log_prior, 0.0).sum(sample_dim)
+    return -weight_entropy(weights, sample_dim=sample_dim) - cross
+
+
 def weight_entropy(weights: Tensor, *, sample_dim: int = 0) -> Tensor:
     r""":math:`H(w) = -\sum_i w_i \log w_i`, ``[*B]``; zero weights contribute nothing."""
     return -torch.special.xlogy(weights, weights).sum(sample_dim)
@@ -471,31 +511,3 @@ def lagrangian_losses(
         The penalty on the policy and the loss of the multiplier, elementwise.
     """
     return multiplier.detach() * kl, multiplier * (epsilon - kl.detach())
-
-
-# Reduction ---------------------------------------------------------------------------------------
-
-
-def masked_mean(x: Tensor, mask: Tensor | None, weights: Tensor | None = None) -> Tensor:
-    r"""Weighted mean over the positions where ``mask`` holds; zero when it holds nowhere.
-
-    :math:`\sum_b m_b w_b x_b / \sum_b m_b w_b`. Masked positions may hold anything, NaN included.
-
-    Args:
-        x (Tensor): ``[*B]``.
-        mask (Tensor, optional): boolean ``[*B]``; ``None`` keeps everything.
-        weights (Tensor, optional): non-negative ``[*B]``; ``None`` means ones.
-
-    Returns:
-        A 0-d tensor.
-    """
-    if weights is None:
-        if mask is None:
-            return x.mean()
-        return torch.where(mask, x, 0.0).sum() / mask.sum().clamp_min(1)
-    weights = weights.to(x.dtype)
-    if mask is not None:
-        x = torch.where(mask, x, 0.0)
-        weights = torch.where(mask, weights, 0.0)
-    total = weights.sum()
-    return (weights * x).sum() / torch.where(total > 0, total, 1.0)

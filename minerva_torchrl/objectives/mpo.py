@@ -2,64 +2,50 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Literal
 
 import torch
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase, tensorclass
 from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModule, dispatch
 from torch import Tensor
+from torch import distributions as D
 from torchrl.data.tensor_specs import TensorSpec
 from torchrl.objectives.utils import distance_loss
 
 from minerva_torchrl.objectives import functional as F
-from minerva_torchrl.objectives._actor_critic import SampledCriticLoss
-from minerva_torchrl.objectives._base import masked_extreme, masked_means
-from minerva_torchrl.objectives.checks import check_choice, check_count, check_positive
-from minerva_torchrl.objectives._policy import (
-    check_is_gaussian_actor,
-    gaussian_parameters,
-    multiplier_shape,
-    resolve_action_spec,
-)
-from minerva_torchrl.objectives.duals import DualVariable
-from minerva_torchrl.objectives.mpo_steps import MPOEStep, MPOMStep, Samples
+from minerva_torchrl.objectives._base import MAIN_OBJECTIVE
+from minerva_torchrl.objectives._off_policy import OffPolicyLoss
+from minerva_torchrl.objectives.checks import check_choice, check_count
+from minerva_torchrl.objectives.reductions import masked_extreme, masked_mean, masked_means
 
-__all__ = ["MPOLoss"]
+__all__ = ["MPOEStep", "MPOLoss"]
 
-_LOSS_KEYS = (
-    "loss_qvalue",
-    "loss_actor",
-    "loss_temperature",
-    "loss_alpha_mean",
-    "loss_alpha_stddev",
-)
-_METRIC_KEYS = (
-    "temperature",
-    "kl_q_rel",
-    "ess",
-    "weight_entropy",
-    "q_min",
-    "q_max",
-    "q_mean",
-    "cross_entropy",
-    "alpha_mean",
-    "alpha_stddev",
-    "kl_mean",
-    "kl_stddev",
-    "kl_mean_rel",
-    "kl_stddev_rel",
-    "stddev_min",
-    "stddev_max",
-    "pred_value",
-    "target_value",
-)
-_PENALTY_METRIC_KEYS = ("penalty_temperature", "kl_penalty_rel", "out_of_bounds")
+# Bound and initial multiplier by constraint.
+_CONSTRAINTS = {"mean": (2.5e-3, 1.0), "stddev": (1e-6, 1000.0), "policy": (2.5e-3, 1.0)}
 
 
-class MPOLoss(SampledCriticLoss):
-    r"""Maximum a posteriori policy optimisation for continuous actions.
+@tensorclass
+class MPOEStep:
+    """What the target networks say of the states of the policy loss, ``[*S]``.
+
+    ``*S`` is ``[*B]``, or ``[*B, 2]`` if the policy is trained at current and next states.
+    """
+
+    inputs: TensorDict
+    """Inputs of the actor."""
+    old_policy: TensorDict
+    """Parameters of the target policy."""
+    statistics: TensorDict
+    """What the policy is fitted to: statistics of the weighted candidates."""
+    duals: TensorDict
+    """By objective, the ``dual`` of its temperature and the divergence ``kl`` of its weights."""
+    mask: Tensor
+    """States that count, ``[*S]``."""
+
+
+class MPOLoss(OffPolicyLoss):
+    r"""Maximum a posteriori policy optimisation for continuous and discrete actions.
 
     Abdolmaleki et al. (2018), *Maximum a posteriori policy optimisation*,
     https://arxiv.org/abs/1806.06920, with the decoupled constraints of
@@ -84,16 +70,25 @@ class MPOLoss(SampledCriticLoss):
     Actions: for an unsquashed Gaussian policy the data holds the *raw* sample. The critic sees it
     clipped to the bounds of ``action_spec``, likelihoods see it raw, and the environment should
     clip it (TorchRL's ``ClipTransform(in_keys_inv=["action"])``). For ``TanhNormal`` samples
-    are scored before the tanh.
+    are scored before the tanh. Discrete actions are not sampled but enumerated: all of them are
+    weighted, :math:`w_a \propto \pi'(a) \exp(Q'(s, a) / \eta)`, and one constraint bounds how far
+    the policy moves.
+
+    Gradients: every parameter gets the gradient of its own loss only, so that one backward pass of
+    the sum of all losses is as good as one for each. Parameters that actor and critic share get
+    both, or the actor's only with ``separate_losses=True``.
 
     Ends of episodes: truncated steps bootstrap, terminated ones do not, and terminal states take no
     part in the policy loss.
 
     Args:
-        actor_network (ProbabilisticTensorDictSequential): policy with ``IndependentNormal`` or
-            ``TanhNormal`` distribution. Its parameters stay shared with the loss.
+        actor_network (ProbabilisticTensorDictSequential): policy with an ``IndependentNormal``,
+            ``TanhNormal``, ``Categorical`` or ``OneHotCategorical`` distribution. Its parameters
+            stay shared with the loss.
         qvalue_network (TensorDictModule or list of TensorDictModule): critic, reading observation
-            and action and writing ``state_action_value`` ``[*B, 1]``. A list makes an ensemble.
+            and action and writing ``state_action_value`` ``[*B, 1]``. For discrete actions it may
+            read the observation alone and write the values of all actions, ``action_value``
+            ``[*B, A]``. A list makes an ensemble.
 
     Keyword Args:
         num_qvalue_nets (int): size of the ensemble made from a single ``qvalue_network``: the first
@@ -104,17 +99,23 @@ class MPOLoss(SampledCriticLoss):
             its own samples, this many. By default the E-step's samples are shared where the states
             coincide.
         epsilon (float): bound of the E-step's KL divergence. Defaults to ``0.1``.
-        epsilon_mean (float): bound for the mean, per dimension if ``per_dim_constraining``.
-        epsilon_stddev (float): bound for the standard deviation, likewise.
-        per_dim_constraining (bool): one multiplier and bound per action dimension (default) or one
-            for their sum.
+        epsilon_mean (float, optional): bound for the mean of a Gaussian policy, per dimension if
+            ``per_dim_constraining``. Default ``2.5e-3``.
+        epsilon_stddev (float, optional): bound for its standard deviation, likewise. Default
+            ``1e-6``.
+        epsilon_policy (float, optional): bound for a categorical policy. Default ``2.5e-3``.
+        per_dim_constraining (bool, optional): one multiplier and bound per action dimension, or one
+            for their sum. Default: per dimension, for policies that have dimensions.
         action_penalization (bool, optional): push samples back inside the bounds by a second
             objective with its own temperature. Default: on if the policy is not squashed and the
             action is bounded.
         epsilon_penalty (float): bound of the KL divergence for the penalty.
         init_temperature (float): initial temperature, in real units like every multiplier.
-        init_alpha_mean (float): initial multiplier for the mean.
-        init_alpha_stddev (float): initial multiplier for the standard deviation.
+        init_alpha_mean (float, optional): initial multiplier for the mean. Default ``1``.
+        init_alpha_stddev (float, optional): initial multiplier for the standard deviation. Default
+            ``1000``.
+        init_alpha_policy (float, optional): initial multiplier for a categorical policy. Default
+            ``1``.
         init_penalty_temperature (float): initial temperature of the action penalty.
         temperature_update (str): ``"gradient"`` (learned through ``loss_temperature``) or
             ``"solve"`` (set to the minimum of its dual on every batch).
@@ -125,6 +126,8 @@ class MPOLoss(SampledCriticLoss):
         action_spec (TensorSpec, optional): spec of the action. Defaults to the actor's own.
         delay_actor (bool): keep a target policy. Defaults to ``True``.
         delay_qvalue (bool): keep a target critic. Defaults to ``True``.
+        separate_losses (bool): keep the critic's gradient out of parameters shared with the actor.
+            Defaults to ``False``.
         skip_done_states (bool): keep terminal observations away from the networks, for data where
             they may be NaN. Defaults to ``False``.
         reduction (str, optional): ``"mean"`` (default), ``"sum"`` or ``"none"``.
@@ -133,9 +136,14 @@ class MPOLoss(SampledCriticLoss):
         scalar_output_mode (str, optional): with ``reduction="none"`` the 0-d metrics are left out,
             or returned as non-tensor data if ``"non_tensor"``.
 
-    The bounds are buffers and can be scheduled: ``loss.epsilon_mean = 1e-3``. The duals can be
-    given an optimiser of their own with :meth:`dual_parameters`; call :meth:`project_duals_after`
-    once on the optimiser that trains them.
+    The bounds are buffers and can be scheduled: ``loss.epsilon_mean = 1e-3``. The dual variables go
+    by name as well: ``loss.temperature``, ``loss.alpha_mean``. They can be given an optimiser of
+    their own with :meth:`dual_parameters`; call :meth:`project_duals_after` once on the optimiser
+    that trains them.
+
+    The update in parts: :meth:`e_step` evaluates the target networks and puts what they say into a
+    TensorDict, on which :meth:`qvalue_loss`, :meth:`dual_loss` and :meth:`actor_loss` can then be
+    evaluated by themselves, and the last one any number of times.
 
     Examples:
         >>> import torch
@@ -188,15 +196,6 @@ class MPOLoss(SampledCriticLoss):
         ... )
     """
 
-    _schedulable_buffers = frozenset(
-        {"epsilon", "epsilon_mean", "epsilon_stddev", "epsilon_penalty"}
-    )
-
-    epsilon: Tensor
-    epsilon_mean: Tensor
-    epsilon_stddev: Tensor
-    epsilon_penalty: Tensor
-
     def __init__(
         self,
         actor_network: ProbabilisticTensorDictSequential,
@@ -207,14 +206,16 @@ class MPOLoss(SampledCriticLoss):
         num_action_samples: int = 20,
         num_value_samples: int | None = None,
         epsilon: float = 0.1,
-        epsilon_mean: float = 2.5e-3,
-        epsilon_stddev: float = 1e-6,
-        per_dim_constraining: bool = True,
+        epsilon_mean: float | None = None,
+        epsilon_stddev: float | None = None,
+        epsilon_policy: float | None = None,
+        per_dim_constraining: bool | None = None,
         action_penalization: bool | None = None,
         epsilon_penalty: float = 1e-3,
         init_temperature: float = 1.0,
-        init_alpha_mean: float = 1.0,
-        init_alpha_stddev: float = 1000.0,
+        init_alpha_mean: float | None = None,
+        init_alpha_stddev: float | None = None,
+        init_alpha_policy: float | None = None,
         init_penalty_temperature: float = 1.0,
         temperature_update: Literal["gradient", "solve"] = "gradient",
         policy_states: Literal["next", "current", "both"] = "next",
@@ -223,13 +224,13 @@ class MPOLoss(SampledCriticLoss):
         action_spec: TensorSpec | None = None,
         delay_actor: bool = True,
         delay_qvalue: bool = True,
+        separate_losses: bool = False,
         skip_done_states: bool = False,
         reduction: Literal["none", "mean", "sum"] | None = None,
         deactivate_vmap: bool = False,
         use_prioritized_weights: Literal["auto"] | bool = "auto",
         scalar_output_mode: Literal["exclude", "non_tensor"] | None = None,
     ) -> None:
-        check_is_gaussian_actor(actor_network)
         check_count("num_action_samples", num_action_samples)
         check_count("num_value_samples", num_value_samples, optional=True)
         check_choice("temperature_update", temperature_update, ("gradient", "solve"))
@@ -241,10 +242,11 @@ class MPOLoss(SampledCriticLoss):
             num_qvalue_nets=num_qvalue_nets,
             qvalue_reduction=qvalue_reduction,
             action_spec=action_spec,
-            action_penalization=action_penalization,
+            per_dim_constraining=per_dim_constraining,
             sequence_steps=sequence_steps,
             delay_actor=delay_actor,
             delay_qvalue=delay_qvalue,
+            separate_losses=separate_losses,
             skip_done_states=skip_done_states,
             deactivate_vmap=deactivate_vmap,
             reduction=reduction,
@@ -256,46 +258,49 @@ class MPOLoss(SampledCriticLoss):
         self.temperature_update = temperature_update
         self.policy_states = policy_states
         self.loss_function = loss_function
-        self.per_dim_constraining = per_dim_constraining
-
-        device = next(actor_network.parameters()).device
-        for name, bound in (
-            ("epsilon", epsilon),
-            ("epsilon_mean", epsilon_mean),
-            ("epsilon_stddev", epsilon_stddev),
-            ("epsilon_penalty", epsilon_penalty),
-        ):
-            check_positive(name, bound)
-            self.register_coeff_buffer(name, bound, device=device)
-        for name, init in (
-            ("init_temperature", init_temperature),
-            ("init_alpha_mean", init_alpha_mean),
-            ("init_alpha_stddev", init_alpha_stddev),
-            ("init_penalty_temperature", init_penalty_temperature),
-        ):
-            check_positive(name, init)
-        learnable = temperature_update == "gradient"
-        spec = resolve_action_spec(action_spec, actor_network, self.tensor_keys.action)
-        alpha_shape = multiplier_shape(spec) if per_dim_constraining else ()
-        self.temperature = DualVariable(init_temperature, learnable=learnable).to(device)
-        self.alpha_mean = DualVariable(init_alpha_mean, alpha_shape).to(device)
-        self.alpha_stddev = DualVariable(init_alpha_stddev, alpha_shape).to(device)
+        solved = temperature_update == "solve"
+        self._add_temperature(MAIN_OBJECTIVE, init_temperature, epsilon, solved=solved)
+        self._add_constraints(
+            self.policy.constraints,
+            self.policy.constraint_shape,
+            given={
+                "mean": (epsilon_mean, init_alpha_mean),
+                "stddev": (epsilon_stddev, init_alpha_stddev),
+                "policy": (epsilon_policy, init_alpha_policy),
+            },
+            defaults=_CONSTRAINTS,
+        )
+        self.action_penalization = self._resolve_penalization(action_penalization)
         if self.action_penalization:
-            self.penalty_temperature = DualVariable(
-                init_penalty_temperature, learnable=learnable
-            ).to(device)
-        self.make_value_estimator()
+            self._add_temperature(
+                "penalty", init_penalty_temperature, epsilon_penalty, solved=solved
+            )
 
-    # Wiring --------------------------------------------------------------------------------------
+    def _resolve_penalization(self, requested: bool | None) -> bool:
+        """Whether actions outside the bounds are penalised; by default if there can be any."""
+        if requested and not self.policy.leaves_bounds:
+            raise ValueError(
+                "action_penalization=True needs actions that can leave their bounds: those of an "
+                "unsquashed Gaussian policy with a bounded action_spec= (or an actor with such a "
+                "spec). A squashed or discrete policy stays inside."
+            )
+        return self.policy.leaves_bounds if requested is None else requested
 
     @property
-    def _loss_keys(self) -> tuple[str, ...]:  # type: ignore[override]
-        penalty = ("loss_penalty_temperature",) if self.action_penalization else ()
-        return (*_LOSS_KEYS, *penalty)
+    def _loss_keys(self) -> tuple[str, ...]:
+        return ("loss_qvalue", "loss_actor", *self._dual_loss_keys)
 
     @property
-    def _metric_keys(self) -> tuple[str, ...]:  # type: ignore[override]
-        return (*_METRIC_KEYS, *(_PENALTY_METRIC_KEYS if self.action_penalization else ()))
+    def _metric_keys(self) -> tuple[str, ...]:
+        return (
+            *("ess", "weight_entropy", "q_mean", "q_min", "q_max", "kl_q_rel"),
+            *(f"kl_{name}_rel" for name in self.temperatures if name != MAIN_OBJECTIVE),
+            "cross_entropy",
+            *(key.format(name) for name in self.constraints for key in ("kl_{}", "kl_{}_rel")),
+            *self.policy.metric_keys,
+            *("pred_value", "target_value"),
+            *self._duals,
+        )
 
     # The whole update in one call ----------------------------------------------------------------
 
@@ -308,21 +313,23 @@ class MPOLoss(SampledCriticLoss):
                 difference error is written into it as the priority of prioritised replay.
 
         Returns:
-            A TensorDict with ``loss_qvalue``, ``loss_actor``, ``loss_temperature``,
-            ``loss_alpha_mean``, ``loss_alpha_stddev``, with an action penalty
-            ``loss_penalty_temperature``, and the detached 0-d metrics of ``out_keys``.
+            A TensorDict with ``loss_qvalue``, ``loss_actor``, ``loss_temperature``, one
+            ``loss_alpha_*`` per constraint, with an action penalty ``loss_penalty_temperature``,
+            and the detached 0-d metrics of ``out_keys``.
         """
-        e_step = self.e_step(tensordict)
-        m_step = self.m_step(e_step)
-        loss_qvalue, metrics_qvalue = self.qvalue_loss(tensordict, e_step)
-        loss_actor, metrics_actor = self.actor_loss(tensordict, e_step, m_step)
+        data, metrics_e_step = self._with_e_step(tensordict)
+        e_step = data.get("e_step")
+        loss_qvalue, metrics_qvalue = self._qvalue_loss(data)
+        dist, cross_entropy, divergences = self._m_step(e_step)
+        loss_actor = self._actor_loss(data, cross_entropy, divergences)
         losses = {
             "loss_qvalue": loss_qvalue,
             "loss_actor": loss_actor,
-            **self.dual_losses(e_step, m_step),
+            **self._dual_losses(data, divergences),
         }
-        metrics_qvalue.pop("td_error")
-        metrics = {**e_step.metrics, **metrics_actor, **metrics_qvalue, **self.dual_values()}
+        self.set_priority(tensordict, metrics_qvalue.pop("td_error"))
+        metrics_actor = self._actor_metrics(e_step, dist, cross_entropy, divergences)
+        metrics = {**metrics_e_step, **metrics_actor, **metrics_qvalue, **self.dual_values()}
         output = self._output(losses, metrics, loss_qvalue.shape)
         self._clear_weakrefs(
             tensordict,
@@ -334,150 +341,155 @@ class MPOLoss(SampledCriticLoss):
         )
         return output
 
-    # Phases --------------------------------------------------------------------------------------
+    # The update in parts -------------------------------------------------------------------------
 
-    def e_step(self, tensordict: TensorDictBase) -> MPOEStep:
-        """Sample the target policy, score the samples with the target critic and weight them.
-
-        The result can be used for the critic's target and for any number of M-steps.
+    @torch.no_grad()
+    def e_step(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, dict[str, Tensor]]:
+        """Evaluate the target networks: the critic's target, and the weighted candidates.
 
         Args:
             tensordict (TensorDictBase): as in :meth:`forward`.
 
         Returns:
-            The tensors that the other phases need.
+            The steps that are trained on, with the entries ``value_target`` and ``e_step``
+            (:class:`MPOEStep`) that all losses can be evaluated on, and 0-d metrics.
         """
         self._check_input(tensordict)
-        next_value, samples, mask = self._target_samples(tensordict)
-        temperature = self.temperature
-        if self.temperature_update == "solve":
-            temperature.solve_(samples.q_value, self.epsilon, mask=mask)
-        weights, temperature_loss = F.mpo_weights_and_temperature_loss(
-            samples.q_value, temperature(), self.epsilon
-        )
-        metrics = self._weight_metrics(weights, samples.q_value, mask)
-        penalty_loss = None
-        if samples.cost is not None:
-            if self.temperature_update == "solve":
-                self.penalty_temperature.solve_(samples.cost, self.epsilon_penalty, mask=mask)
-            penalty_weights, penalty_loss = F.mpo_weights_and_temperature_loss(
-                samples.cost, self.penalty_temperature(), self.epsilon_penalty
-            )
-            kl_penalty = F.masked_mean(F.sample_kl_to_uniform(penalty_weights), mask)
-            metrics["kl_penalty_rel"] = kl_penalty / self.epsilon_penalty
-            outside = samples.loc != self._clip(samples.loc)
-            metrics["out_of_bounds"] = F.masked_mean(outside.to(weights.dtype).mean(-1), mask)
-            weights = weights + penalty_weights
-        priority_weight = self._priority_weight(tensordict)
-        if priority_weight is not None:
-            priority_weight = self._train_steps(priority_weight, tensordict).expand(
-                samples.loc.shape[:-1]
-            )
-        return MPOEStep(
-            next_value=next_value,
-            inputs=samples.inputs,
-            loc=samples.loc,
-            scale=samples.scale,
-            moments=F.weighted_moments(samples.noise, weights),
+        next_value, samples, mask = self._sample_states(tensordict)
+        scores, log_prior = samples.get("scores"), samples.get("log_prior", None)
+        duals, metrics, total_weights = {}, {}, 0.0
+        for name, temperature in self.temperatures.items():
+            score = scores.get(name)
+            if temperature.solved:
+                temperature.solve_(
+                    self._gather(score),
+                    temperature.epsilon,
+                    sample_dim=-1,
+                    log_prior=None if log_prior is None else self._gather(log_prior),
+                    mask=self._gather(mask),
+                )
+            weights, dual, kl = temperature.weigh(score, log_prior)
+            if name == MAIN_OBJECTIVE:
+                metrics |= self._weight_metrics(weights, score, mask)
+            shown = "q" if name == MAIN_OBJECTIVE else name
+            metrics[f"kl_{shown}_rel"] = masked_mean(kl, mask) / temperature.epsilon
+            duals[name] = TensorDict({"dual": dual, "kl": kl}, batch_size=mask.shape)
+            total_weights = total_weights + weights
+        e_step = MPOEStep(
+            inputs=samples.get("inputs"),
+            old_policy=samples.get("old_policy"),
+            statistics=self.policy.statistics(samples.get("basis"), total_weights),
+            duals=TensorDict(duals, batch_size=mask.shape),
             mask=mask,
-            priority_weight=priority_weight,
-            temperature_loss=temperature_loss,
-            penalty_temperature_loss=penalty_loss,
-            metrics=metrics,
+            batch_size=mask.shape,
         )
+        target = self._value_target(tensordict, next_value)
+        data = self._train_steps(tensordict, tensordict).copy()
+        data.set(self.tensor_keys.value_target, self._train_steps(target, tensordict))
+        data.set("e_step", e_step)
+        return data, metrics
 
-    def m_step(self, e_step: MPOEStep) -> MPOMStep:
-        """Score the E-step's samples with the online policy and measure how far it has moved."""
-        old_loc, old_scale = e_step.loc, e_step.scale
-        loc, scale = gaussian_parameters(self._dist(e_step.inputs, self.actor_network_params))
-        cross_entropy = F.weighted_gaussian_cross_entropy(
-            loc, old_scale, old_loc, old_scale, e_step.moments
-        ) + F.weighted_gaussian_cross_entropy(old_loc, scale, old_loc, old_scale, e_step.moments)
-        kl_mean, kl_stddev = F.decoupled_gaussian_kl(loc, scale, old_loc, old_scale)
-        if not self.per_dim_constraining:
-            kl_mean, kl_stddev = kl_mean.sum(-1, keepdim=True), kl_stddev.sum(-1, keepdim=True)
-        return MPOMStep(cross_entropy, kl_mean, kl_stddev, scale.detach())
-
-    def qvalue_loss(
-        self, tensordict: TensorDictBase, e_step: MPOEStep | None = None
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def qvalue_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss of the critic, and its metrics with the ``td_error`` of each step.
 
         Args:
-            tensordict (TensorDictBase): as in :meth:`forward`.
-            e_step (MPOEStep, optional): the E-step of the same data, whose samples are then used.
+            tensordict (TensorDictBase): as in :meth:`forward`, or what :meth:`e_step` returned.
         """
-        self._check_input(tensordict)
-        if e_step is None:
-            next_states, _ = self._next_states(tensordict)
-            num_samples = self.num_value_samples or self.num_action_samples
-            next_value = self._sample(next_states, num_samples).q_value.mean(0).unsqueeze(-1)
-        else:
-            next_value = e_step.next_value
-        target = self._train_steps(self._value_target(tensordict, next_value), tensordict)
-        data = self._train_steps(tensordict, tensordict)
-        action = self._clip(data.get(self.tensor_keys.action))
-        q_value = self._q_value(data, action, self.qvalue_network_params)
-        target = target.squeeze(-1)
+        loss, metrics = self._qvalue_loss(self._with_e_step(tensordict)[0])
+        self.set_priority(tensordict, metrics["td_error"])
+        return loss, metrics
+
+    def actor_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss of the policy with the present multipliers, and its metrics.
+
+        Args:
+            tensordict (TensorDictBase): as in :meth:`forward`, or what :meth:`e_step` returned.
+        """
+        data, metrics = self._with_e_step(tensordict)
+        m_step = self._m_step(data.get("e_step"))
+        metrics |= self._actor_metrics(data.get("e_step"), *m_step)
+        return self._actor_loss(data, *m_step[1:]), metrics
+
+    def dual_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
+        """Sum of the losses of temperatures and multipliers, and each of them by name.
+
+        Args:
+            tensordict (TensorDictBase): as in :meth:`forward`, or what :meth:`e_step` returned.
+        """
+        data, _ = self._with_e_step(tensordict)
+        losses = self._dual_losses(data, self._m_step(data.get("e_step"))[-1])
+        return torch.stack(list(losses.values())).sum(0), losses
+
+    # Parts ---------------------------------------------------------------------------------------
+
+    def _with_e_step(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, dict[str, Tensor]]:
+        if tensordict.get("e_step", None) is not None:
+            return tensordict, {}
+        return self.e_step(tensordict)
+
+    def _m_step(self, e_step: MPOEStep) -> tuple[D.Distribution, Tensor, dict[str, Tensor]]:
+        """The online policy, its cross-entropy ``[*S]`` and its divergences ``[*S, D or 1]``."""
+        dist = self._dist(e_step.inputs, self.actor_network_params)
+        new = self.policy.describe(dist)
+        cross_entropy = self.policy.cross_entropy(new, e_step.old_policy, e_step.statistics)
+        return dist, cross_entropy, self.policy.divergences(new, e_step.old_policy)
+
+    def _qvalue_loss(self, data: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
+        q_value = self._online_value(data)
+        target = data.get(self.tensor_keys.value_target).squeeze(-1)
         mask, weights = self._valid_mask(data), self._priority_weight(data)
         if mask is not None:  # left out before the loss: the gradient of a NaN is never zero
             target = torch.where(mask, target, q_value.detach()[0])
         loss = distance_loss(q_value, target.expand_as(q_value), self.loss_function).sum(0)
         with torch.no_grad():
-            td_error = (q_value - target).abs().amax(0)
             metrics = {
-                "td_error": td_error,
-                "pred_value": F.masked_mean(q_value.mean(0), mask),
-                "target_value": F.masked_mean(target, mask),
+                "td_error": (q_value - target).abs().amax(0),
+                "pred_value": masked_mean(q_value.mean(0), mask),
+                "target_value": masked_mean(target, mask),
             }
-        tensordict.set(self.tensor_keys.priority, self._all_steps(td_error, tensordict))
         return self._reduce(loss, mask, weights), metrics
 
-    def dual_losses(self, e_step: MPOEStep, m_step: MPOMStep) -> dict[str, Tensor]:
-        """Losses of the temperatures and multipliers."""
-        _, loss_mean = F.lagrangian_losses(m_step.kl_mean, self.alpha_mean(), self.epsilon_mean)
-        _, loss_stddev = F.lagrangian_losses(
-            m_step.kl_stddev, self.alpha_stddev(), self.epsilon_stddev
-        )
-        losses = {
-            "loss_temperature": self._reduce_states(e_step.temperature_loss, e_step),
-            "loss_alpha_mean": self._reduce_states(loss_mean.sum(-1), e_step),
-            "loss_alpha_stddev": self._reduce_states(loss_stddev.sum(-1), e_step),
+    def _actor_loss(
+        self, data: TensorDictBase, cross_entropy: Tensor, divergences: dict[str, Tensor]
+    ) -> Tensor:
+        loss = cross_entropy
+        for name, constraint in self.constraints.items():
+            penalty, _ = constraint.losses(divergences[name])
+            loss = loss + penalty
+        return self._reduce_states(loss, data)
+
+    def _dual_losses(
+        self, data: TensorDictBase, divergences: dict[str, Tensor]
+    ) -> dict[str, Tensor]:
+        of_states = {}
+        for name, temperature in self.temperatures.items():
+            dual = data.get(("e_step", "duals", name))
+            of_states[temperature] = temperature.loss(dual.get("dual"), dual.get("kl"))
+        for name, constraint in self.constraints.items():
+            _, of_states[constraint] = constraint.losses(divergences[name])
+        return {
+            f"loss_{name}": self._reduce_states(of_states[dual], data)
+            for name, dual in self._duals.items()
         }
-        if e_step.penalty_temperature_loss is not None:
-            penalty = self._reduce_states(e_step.penalty_temperature_loss, e_step)
-            losses["loss_penalty_temperature"] = penalty
-        return losses
 
-    def actor_loss(
-        self,
-        tensordict: TensorDictBase,
-        e_step: MPOEStep | None = None,
-        m_step: MPOMStep | None = None,
-    ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss of the policy with the present multipliers, and its metrics.
+    def _reduce_states(self, loss: Tensor, data: TensorDictBase) -> Tensor:
+        """Reduce a loss of the states of the policy loss, ``[*S]``."""
+        mask, weights = data.get("e_step").mask, self._priority_weight(data)
+        if self.policy_states == "both":
+            # A transition's loss is the mean over its states; the current one always counts.
+            current, following = loss.unbind(-1)
+            mask, in_both = mask.unbind(-1)
+            following = torch.where(in_both, following, 0.0)
+            loss = (current + following) / (1 + in_both.to(loss.dtype))
+        return self._reduce(loss, mask, weights)
 
-        Args:
-            tensordict (TensorDictBase): as in :meth:`forward`.
-            e_step (MPOEStep, optional): the E-step of the same data, made afresh if not given.
-            m_step (MPOMStep, optional): the M-step of that E-step with the present policy.
-        """
-        e_step = self.e_step(tensordict) if e_step is None else e_step
-        m_step = self.m_step(e_step) if m_step is None else m_step
-        penalty_mean, _ = F.lagrangian_losses(m_step.kl_mean, self.alpha_mean(), self.epsilon_mean)
-        penalty_stddev, _ = F.lagrangian_losses(
-            m_step.kl_stddev, self.alpha_stddev(), self.epsilon_stddev
-        )
-        loss = m_step.cross_entropy + penalty_mean.sum(-1) + penalty_stddev.sum(-1)
-        return self._reduce_states(loss, e_step), self._policy_metrics(e_step, m_step)
+    # Samples and metrics -------------------------------------------------------------------------
 
-    # Samples and targets -------------------------------------------------------------------------
-
-    def _target_samples(self, tensordict: TensorDictBase) -> tuple[Tensor, Samples, Tensor | None]:
+    def _sample_states(self, tensordict: TensorDictBase) -> tuple[Tensor, TensorDictBase, Tensor]:
         """Value of the next states, and samples and mask at the states of the policy loss."""
         next_states, not_terminal = self._next_states(tensordict)
         at_next = self._sample(next_states, self.num_value_samples or self.num_action_samples)
-        next_value = at_next.q_value.mean(0).unsqueeze(-1)
+        next_value = at_next.get("expected_value").unsqueeze(-1)
 
         valid = self._valid_mask(tensordict)
         current_mask = torch.ones_like(not_terminal) if valid is None else valid
@@ -486,44 +498,48 @@ class MPOLoss(SampledCriticLoss):
             for mask in (current_mask, current_mask & not_terminal)
         )
         if self.policy_states != "current":
-            first_step_dim = self._first_step_dim(tensordict)
+            at_next = self._train_steps(at_next, tensordict)
             if self.num_value_samples is not None:
                 states = self._train_steps(next_states, tensordict)
                 at_next = self._sample(states, self.num_action_samples)
-            elif first_step_dim is not None:
-                at_next = at_next.first_step(first_step_dim)
             if self.policy_states == "next":
                 return next_value, at_next, next_mask
         states = self._train_steps(tensordict.select(*self._state_keys), tensordict)
         at_current = self._sample(states, self.num_action_samples)
         if self.policy_states == "current":
-            return next_value, at_current, None if valid is None else current_mask
-        samples = Samples.stack(at_current, at_next)
-        return next_value, samples, torch.stack([current_mask, next_mask])
+            return next_value, at_current, current_mask
+        both = torch.stack([at_current, at_next], at_current.ndim)
+        return next_value, both, torch.stack([current_mask, next_mask], -1)
 
-    # Reduction and metrics -----------------------------------------------------------------------
+    def _sample(self, states: TensorDictBase, num_samples: int) -> TensorDict:
+        """Candidates of the target policy at states ``[*B]``, and what each objective says."""
+        dist = self._dist(states, self.target_actor_network_params)
+        candidates = self.policy.candidates(dist, num_samples)
+        value = self._target_value(states, candidates.action, candidates=True).movedim(0, -1)
+        scores = {MAIN_OBJECTIVE: value}
+        if self.action_penalization:
+            scores["penalty"] = self.policy.bounds_cost(candidates.action).movedim(0, -1)
+        samples = TensorDict(
+            {
+                "inputs": states.select(*self.actor_network.in_keys),
+                "old_policy": self.policy.describe(dist),
+                "basis": TensorDict(candidates.basis, batch_size=value.shape),
+                "scores": TensorDict(scores, batch_size=states.shape),
+            },
+            batch_size=states.shape,
+        )
+        if candidates.log_prior is None:
+            return samples.set("expected_value", value.mean(-1))
+        prior = candidates.log_prior.exp()
+        expected_value = torch.where(prior > 0, prior * value, 0.0).sum(-1)
+        return samples.set("log_prior", candidates.log_prior).set("expected_value", expected_value)
 
-    def _reduce_states(self, loss: Tensor, e_step: MPOEStep) -> Tensor:
-        """Reduce a loss of the states of the policy loss, ``[*S]``."""
-        mask, weights = e_step.mask, e_step.priority_weight
-        if self.policy_states == "both":
-            # A transition's loss is the mean over its states; the current one always counts.
-            assert mask is not None
-            in_both = mask[1].to(loss.dtype)
-            loss = (loss[0] + in_both * torch.where(mask[1], loss[1], 0.0)) / (1 + in_both)
-            mask, weights = mask[0], None if weights is None else weights[0]
-        return self._reduce(loss, mask, weights)
-
-    def _weight_metrics(
-        self, weights: Tensor, q_value: Tensor, mask: Tensor | None
-    ) -> dict[str, Tensor]:
-        entropy = F.weight_entropy(weights)
+    def _weight_metrics(self, weights: Tensor, q_value: Tensor, mask: Tensor) -> dict[str, Tensor]:
         metrics = masked_means(
             {
-                "kl_q_rel": (math.log(len(weights)) - entropy) / self.epsilon,
-                "ess": F.effective_sample_size(weights),
-                "weight_entropy": entropy,
-                "q_mean": q_value.mean(0),
+                "ess": F.effective_sample_size(weights, sample_dim=-1),
+                "weight_entropy": F.weight_entropy(weights, sample_dim=-1),
+                "q_mean": q_value.mean(-1),
             },
             mask,
         )
@@ -532,20 +548,15 @@ class MPOLoss(SampledCriticLoss):
         return metrics
 
     @torch.no_grad()
-    def _policy_metrics(self, e_step: MPOEStep, m_step: MPOMStep) -> dict[str, Tensor]:
-        means = masked_means(
-            {
-                "cross_entropy": m_step.cross_entropy,
-                "kl_mean": m_step.kl_mean.mean(-1),
-                "kl_stddev": m_step.kl_stddev.mean(-1),
-            },
-            e_step.mask,
-        )
-        scale = m_step.scale.movedim(-1, 0)
-        return {
-            **means,
-            "kl_mean_rel": means["kl_mean"] / self.epsilon_mean,
-            "kl_stddev_rel": means["kl_stddev"] / self.epsilon_stddev,
-            "stddev_min": masked_extreme(scale, e_step.mask, "min"),
-            "stddev_max": masked_extreme(scale, e_step.mask, "max"),
-        }
+    def _actor_metrics(
+        self,
+        e_step: MPOEStep,
+        dist: D.Distribution,
+        cross_entropy: Tensor,
+        divergences: dict[str, Tensor],
+    ) -> dict[str, Tensor]:
+        of_states = {f"kl_{name}": kl.mean(-1) for name, kl in divergences.items()}
+        metrics = masked_means({"cross_entropy": cross_entropy, **of_states}, e_step.mask)
+        for name, constraint in self.constraints.items():
+            metrics[f"kl_{name}_rel"] = metrics[f"kl_{name}"] / constraint.epsilon
+        return {**metrics, **self.policy.metrics(dist, e_step.mask)}

@@ -1,16 +1,11 @@
 """The order of updates, and trainers that run them."""
 
-from minerva_torchrl.trainers._phases import NonFiniteError
 from minerva_torchrl.trainers.annealing import linear_lr_annealing
 from minerva_torchrl.trainers.hooks import make_target_updater
-from minerva_torchrl.trainers.mpo import MPOTrainer
-from minerva_torchrl.trainers.ppo import KLEarlyStop, make_ppo_trainer
-from minerva_torchrl.trainers.steppers import (
-    MPOOptimizationStepper,
-    PPOOptimizationStepper,
-    VMPOOptimizationStepper,
-)
-from minerva_torchrl.trainers.vmpo import VMPOTrainer
+from minerva_torchrl.trainers.mpo import MPOOptimizationStepper, MPOTrainer
+from minerva_torchrl.trainers.ppo import KLEarlyStop, PPOOptimizationStepper, make_ppo_trainer
+from minerva_torchrl.trainers.stepping import NonFiniteError
+from minerva_torchrl.trainers.vmpo import VMPOOptimizationStepper, VMPOTrainer
 
 __all__ = [
     "KLEarlyStop",

@@ -100,9 +100,9 @@ from minerva_torchrl.trainers._config_parts import (
     complete,
 )
 from minerva_torchrl.trainers.hooks import weights_to_collector
-from minerva_torchrl.trainers.mpo import MPOTrainer
-from minerva_torchrl.trainers.steppers import MPOOptimizationStepper, VMPOOptimizationStepper
-from minerva_torchrl.trainers.vmpo import VMPOTrainer
+from minerva_torchrl.trainers.mpo import MPOOptimizationStepper, MPOTrainer
+
+from minerva_torchrl.trainers.vmpo import VMPOOptimizationStepper, VMPOTrainer
 
 __all__ = [
     "IndependentNormalModelConfig",

@@ -18,7 +18,7 @@ from torchrl.trainers import Trainer, TrainerHookBase
 from torchrl.trainers.trainers import UpdateWeights
 
 from minerva_torchrl.objectives.checks import check_count, check_fraction
-from minerva_torchrl.trainers._phases import NonFiniteError, PhasedStepper
+from minerva_torchrl.trainers.stepping import GuardedStepper, NonFiniteError
 
 __all__ = [
     "FiniteBatches",
@@ -106,7 +106,7 @@ class FiniteBatches(TrainerHookBase):
         self.rejected = False
         self.skipped_batches = 0
         self._in_a_row = 0
-        self._stepper: PhasedStepper | None = None
+        self._stepper: GuardedStepper | None = None
 
     @property
     def skipped_updates(self) -> int:
@@ -120,7 +120,7 @@ class FiniteBatches(TrainerHookBase):
             trainer (Trainer): the trainer.
             name (str): name under which the trainer keeps the hook.
         """
-        if isinstance(trainer.optimization_stepper, PhasedStepper):
+        if isinstance(trainer.optimization_stepper, GuardedStepper):
             self._stepper = trainer.optimization_stepper
         run_first(trainer, "batch_process", self._inspect)
         if trainer.replay_buffer is None:  # trains on the collected batch itself

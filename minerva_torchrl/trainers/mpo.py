@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from typing import Any, Literal
 
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import NestedKey, TensorDict, TensorDictBase
+from torch import Tensor
+from torch.optim import Optimizer
 from torchrl.collectors import BaseCollector
 from torchrl.data import ReplayBuffer
 from torchrl.objectives.utils import TargetNetUpdater
 from torchrl.trainers import Trainer
 from torchrl.trainers.trainers import TargetNetUpdaterHook
 
+from minerva_torchrl.objectives.checks import check_choice, check_count, check_positive
 from minerva_torchrl.objectives.mpo import MPOLoss
 from minerva_torchrl.trainers.hooks import (
     FiniteBatches,
@@ -20,9 +23,162 @@ from minerva_torchrl.trainers.hooks import (
     refuse_random_frames,
     weights_to_collector,
 )
-from minerva_torchrl.trainers.steppers import MPOOptimizationStepper
+from minerva_torchrl.trainers.stepping import GuardedStepper, Learner, Undo
 
-__all__ = ["MPOTrainer"]
+__all__ = ["MPOOptimizationStepper", "MPOTrainer"]
+
+
+class MPOOptimizationStepper(GuardedStepper):
+    r"""One update of MPO: critic, policy and duals, each with its own optimiser and clipping.
+
+    All losses are evaluated at once and back-propagated by one backward pass of their sum, which
+    gives every parameter the gradient of its own loss. Then each optimiser clips and steps its own
+    parameters, and the duals are projected.
+
+    Two options take the update apart, into an E-step and one backward pass for each of critic,
+    duals and policy: ``num_policy_steps`` steps of the policy on one E-step, and
+    ``dual_order="dual_first"``, with which the policy's loss uses the multipliers from after their
+    step. The weights are those of the old temperature either way.
+
+    It plugs into TorchRL's ``Trainer`` as ``optimization_stepper=``, and works in a loop of one's
+    own through :meth:`update`.
+
+    Args:
+        optimizer_critic (Optimizer): over ``loss.qvalue_network_params``.
+        optimizer_actor (Optimizer): over ``loss.actor_network_params``.
+        optimizer_dual (Optimizer): over ``loss.dual_parameters()``.
+
+    Keyword Args:
+        num_policy_steps (int): policy steps on one E-step. Defaults to ``1``.
+        dual_order (str): ``"simultaneous"`` (default) or ``"dual_first"``.
+        clip_critic (float, optional): largest gradient norm of the critic. Defaults to ``40``.
+        clip_actor (float, optional): largest gradient norm of the policy. Defaults to ``40``.
+        clip_dual (float, optional): largest joint gradient norm of the duals. A joint norm lets a
+            large temperature gradient shrink the multipliers' steps, so the default is ``None``.
+
+    Examples:
+        >>> from tensordict import TensorDict
+        >>> from tensordict.nn import NormalParamExtractor, TensorDictModule
+        >>> from torch import nn
+        >>> from torchrl.data import Bounded
+        >>> from torchrl.modules import IndependentNormal, MLP, ProbabilisticActor, ValueOperator
+        >>> policy = nn.Sequential(nn.Linear(3, 4), NormalParamExtractor())
+        >>> actor = ProbabilisticActor(
+        ...     TensorDictModule(policy, ["observation"], ["loc", "scale"]),
+        ...     in_keys=["loc", "scale"],
+        ...     spec=Bounded(-1, 1, (2,)),
+        ...     distribution_class=IndependentNormal,
+        ... )
+        >>> critic = ValueOperator(MLP(5, 1, num_cells=[]), in_keys=["observation", "action"])
+        >>> loss = MPOLoss(actor, critic, delay_actor=False, delay_qvalue=False)
+        >>> stepper = MPOOptimizationStepper(
+        ...     torch.optim.Adam(loss.qvalue_network_params.parameters(), lr=3e-4),
+        ...     torch.optim.Adam(loss.actor_network_params.parameters(), lr=3e-4),
+        ...     torch.optim.Adam(loss.dual_parameters(), lr=1e-2),
+        ... )
+        >>> end = torch.zeros(8, 1, dtype=torch.bool)
+        >>> following = {"observation": torch.randn(8, 3), "reward": torch.randn(8, 1)}
+        >>> following |= {"done": end, "terminated": end}
+        >>> batch = {"observation": torch.randn(8, 3), "action": torch.randn(8, 2)}
+        >>> metrics = stepper.update(loss, TensorDict({**batch, "next": following}, [8]))
+        >>> metrics["kl_mean_rel"].shape
+        torch.Size([])
+    """
+
+    updates_replay_priority = True
+
+    def __init__(
+        self,
+        optimizer_critic: Optimizer,
+        optimizer_actor: Optimizer,
+        optimizer_dual: Optimizer,
+        *,
+        num_policy_steps: int = 1,
+        dual_order: Literal["simultaneous", "dual_first"] = "simultaneous",
+        clip_critic: float | None = 40.0,
+        clip_actor: float | None = 40.0,
+        clip_dual: float | None = None,
+    ) -> None:
+        check_count("num_policy_steps", num_policy_steps)
+        check_choice("dual_order", dual_order, ("simultaneous", "dual_first"))
+        clips = {"clip_critic": clip_critic, "clip_actor": clip_actor, "clip_dual": clip_dual}
+        for name, clip in clips.items():
+            if clip is not None:
+                check_positive(name, clip)
+        super().__init__(
+            {
+                "optimizer_critic": optimizer_critic,
+                "optimizer_actor": optimizer_actor,
+                "optimizer_dual": optimizer_dual,
+            }
+        )
+        self.optimizer_dual = optimizer_dual
+        self.num_policy_steps = num_policy_steps
+        self.dual_order = dual_order
+        self._critic = {"optimizer_critic": clip_critic}
+        self._actor = {"optimizer_actor": clip_actor}
+        self._dual = {"optimizer_dual": clip_dual}
+
+    def step(self, trainer: Any, sub_batch: TensorDictBase) -> TensorDict:
+        """One update inside a TorchRL ``Trainer``, with the priorities of its replay buffer."""
+        metrics = super().step(trainer, sub_batch)
+        replay_buffer: Any = getattr(trainer, "replay_buffer", None)
+        if hasattr(replay_buffer, "update_tensordict_priority"):
+            key = trainer.loss_module.tensor_keys.priority
+            priority = sub_batch.get(key)
+            # What is not finite can't be learned from: the last to be drawn again.
+            sub_batch.set(key, torch.where(priority.isfinite(), priority, 0.0))
+            replay_buffer.update_tensordict_priority(sub_batch)
+        return metrics
+
+    def _update(self, learner: Learner, batch: TensorDictBase) -> TensorDict:
+        loss: Any = learner.loss_module
+        self._refuse_unreduced(loss)
+        undo = Undo(loss.solved_parameters())
+        if self.num_policy_steps == 1 and self.dual_order == "simultaneous":
+            losses = learner.compute_loss(batch)
+            clips = {**self._critic, **self._actor, **self._dual}
+            taken = self._backward(losses, clips)
+            for name in clips:
+                self._step_if(taken, name)
+            loss.project_duals_()
+        else:
+            losses, taken = self._update_in_parts(learner, batch)
+        undo.unless(taken)
+        self._count(taken)
+        # The duals as they are now.
+        return losses.detach().update(loss.dual_values())
+
+    def _update_in_parts(
+        self, learner: Learner, batch: TensorDictBase
+    ) -> tuple[TensorDict, Tensor]:
+        """Critic, duals and policy one after the other, the policy several times."""
+        loss: Any = learner.loss_module
+        dual_first = self.dual_order == "dual_first"
+        undo = Undo((), self.optimizer_dual)
+        data, metrics = loss.e_step(batch)
+        loss_qvalue, metrics_qvalue = learner.compute_loss(data, "qvalue_loss")
+        taken = self._backward(loss_qvalue, self._critic)
+        loss_dual, dual_losses = learner.compute_loss(data, "dual_loss")
+        taken = taken & self._backward(loss_dual, self._dual)
+        if dual_first:
+            self._step_if(taken, "optimizer_dual")
+            loss.project_duals_()
+        for i in range(self.num_policy_steps):
+            loss_actor, metrics_actor = learner.compute_loss(data, "actor_loss")
+            finite = self._backward(loss_actor, self._actor)
+            if i == 0:
+                taken = taken & finite
+                self._step_if(taken, "optimizer_critic")
+            self._step_if(finite & taken, "optimizer_actor")
+        if dual_first:
+            undo.unless(taken)
+        else:
+            self._step_if(taken, "optimizer_dual")
+            loss.project_duals_()
+        loss.set_priority(batch, metrics_qvalue.pop("td_error"))
+        losses = {"loss_qvalue": loss_qvalue, "loss_actor": loss_actor, **dual_losses}
+        return TensorDict({**losses, **metrics, **metrics_actor, **metrics_qvalue}), taken
 
 
 class MPOTrainer(Trainer):

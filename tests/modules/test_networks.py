@@ -99,7 +99,7 @@ class TestCritic:
         loss = MPOLoss(actor, critic, num_qvalue_nets=num_qvalue_nets)
         SoftUpdate(loss, tau=0.1)
         noise = torch.randn(20, 16, 2)
-        loss._draw_noise = lambda num_samples, like: noise
+        loss.policy._draw_noise = lambda num_samples, like: noise
         end = torch.zeros(16, 1, dtype=torch.bool)
         following = {"observation": torch.randn(16, 3), "reward": torch.randn(16, 1)}
         data = {"observation": torch.randn(16, 3), "action": torch.randn(16, 2)}

@@ -176,9 +176,9 @@ class TestMPOMask:
     def test_mpo_mask(self, policy_states: Any, reduction: Any) -> None:
         loss = make_loss(policy_states=policy_states, reduction=reduction)
         (data, noise), (part, part_noise) = self.flat(policy_states)
-        loss._draw_noise = noise
+        loss.policy._draw_noise = noise
         masked = loss(data)
-        loss._draw_noise = part_noise
+        loss.policy._draw_noise = part_noise
         # The extremes are a matter of their own (below).
         keys = [key for key in loss.out_keys if not key.endswith(("_min", "_max"))]
         assert_equal(masked.select(*keys), loss(part).select(*keys))
@@ -188,9 +188,9 @@ class TestMPOMask:
         loss = make_loss()
         (data, noise), (part, part_noise) = self.flat("next")
         data["next", "observation"][~data["collector", "mask"]] *= 100
-        loss._draw_noise = noise
+        loss.policy._draw_noise = noise
         masked = loss(data)
-        loss._draw_noise = part_noise
+        loss.policy._draw_noise = part_noise
         keys = ["q_min", "q_max", "stddev_min", "stddev_max"]
         assert_equal(masked.select(*keys), loss(part).select(*keys))
 
@@ -198,21 +198,21 @@ class TestMPOMask:
     def test_mpo_mask_gradients(self, policy_states: Any) -> None:
         loss = make_loss(policy_states=policy_states)
         (data, noise), (part, part_noise) = self.flat(policy_states)
-        loss._draw_noise = noise
+        loss.policy._draw_noise = noise
         masked = gradients(loss, total_loss(loss(data)))
-        loss._draw_noise = part_noise
+        loss.policy._draw_noise = part_noise
         assert_equal(masked, gradients(loss, total_loss(loss(part))))
 
     def test_mpo_mask_priority(self) -> None:
         """A step that is left out must not poison the replay buffer's priorities."""
         loss = make_loss()
-        (data, loss._draw_noise), _ = self.flat("next")
+        (data, loss.policy._draw_noise), _ = self.flat("next")
         loss(data)
         assert data["td_error"].isfinite().all()
 
     def test_mpo_mask_none(self) -> None:
         loss = make_loss(reduction="none")
-        (data, loss._draw_noise), _ = self.flat("next")
+        (data, loss.policy._draw_noise), _ = self.flat("next")
         output = loss(data)
         assert output.shape == data.shape
         for key in LOSSES:
@@ -232,12 +232,12 @@ class TestMPOMask:
         """Another entry can be named as the mask, and masking can be switched off."""
         loss = make_loss()
         (data, noise), (part, part_noise) = self.flat("next", key="valid")
-        loss._draw_noise, loss.loss_mask_key = noise, "valid"
+        loss.policy._draw_noise, loss.loss_mask_key = noise, "valid"
         masked = loss(data)["loss_qvalue"]
-        loss._draw_noise = part_noise
+        loss.policy._draw_noise = part_noise
         torch.testing.assert_close(masked, loss(part)["loss_qvalue"])
         loss.loss_mask_key = None
-        loss._draw_noise = InjectedNoise(torch.randn(NUM_SAMPLES, 8, ACTION_DIM))
+        loss.policy._draw_noise = InjectedNoise(torch.randn(NUM_SAMPLES, 8, ACTION_DIM))
         assert loss(data)["loss_qvalue"].isnan()
 
     @pytest.mark.parametrize("end", ["done", "cut"])
@@ -253,9 +253,9 @@ class TestMPOMask:
                     td["next", key][:, 2] = True
         data["collector", "mask"] = torch.arange(5).expand(2, 5) < 3
         draws = torch.randn(NUM_SAMPLES, 2, 5, ACTION_DIM)
-        loss._draw_noise = InjectedNoise(draws[:, :, :3])
+        loss.policy._draw_noise = InjectedNoise(draws[:, :, :3])
         expected = losses_of(loss(part))
-        loss._draw_noise = InjectedNoise(draws)
+        loss.policy._draw_noise = InjectedNoise(draws)
         assert_equal(losses_of(loss(data)), expected)
 
     @pytest.mark.parametrize("td_est", [None, ValueEstimators.TDLambda, "retrace"])
@@ -396,7 +396,7 @@ class TestMPOEnds:
         # The next states are sampled first, whichever states the policy is trained at.
         for policy_states, draws in (("next", noise[:1]), ("current", noise), ("both", noise)):
             loss = make_loss(policy_states=policy_states, reduction="none")
-            loss._draw_noise = InjectedNoise(*draws)
+            loss.policy._draw_noise = InjectedNoise(*draws)
             elements[policy_states] = loss(data.clone())
         terminated = data["next", "terminated"].squeeze(-1)
         for key in STATE_LOSSES:

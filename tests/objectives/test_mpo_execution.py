@@ -107,7 +107,7 @@ def test_mpo_compile(backend: str, td_est: Any, kwargs: dict[str, Any]) -> None:
             parameter.add_(0.1 * torch.randn_like(parameter))
     data = make_transitions(4, 3)
     noise = torch.randn(5, 4, 3, ACTION_DIM)
-    loss._draw_noise = lambda num_samples, like: noise
+    loss.policy._draw_noise = lambda num_samples, like: noise
     plain = loss(data.clone())
     expected = gradients(loss, total_loss(plain))
     compiled = torch.compile(loss, fullgraph=True, backend=backend)

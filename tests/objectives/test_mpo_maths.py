@@ -61,7 +61,7 @@ def test_mpo_numerical_contract(kwargs: dict[str, Any]) -> None:
     problem = Problem(**kwargs)
     loss, data, noise = problem.loss, make_data(9), make_noise(2, NUM_SAMPLES, 9)
     draws = noise[:1] if loss.policy_states == "next" else noise
-    loss._draw_noise = InjectedNoise(*draws)
+    loss.policy._draw_noise = InjectedNoise(*draws)
     output = loss(data)
     expected = problem.reference(data, noise)
     assert {key for key in output.keys() if key.startswith("loss_")} == set(expected)
@@ -74,7 +74,7 @@ def test_mpo_many_states() -> None:
     """The samples of a large batch may be scored in parts."""
     problem = Problem(num_critics=2, policy_states="both")
     data, noise = make_data(900), make_noise(2, NUM_SAMPLES, 900)
-    problem.loss._draw_noise = InjectedNoise(*noise)
+    problem.loss.policy._draw_noise = InjectedNoise(*noise)
     output = problem.loss(data)
     expected = problem.reference(data, noise)
     assert_equal(output.select(*expected), expected)
@@ -134,7 +134,7 @@ def test_mpo_worked_example() -> None:
         [1],
     )
     # Samples 2.0 and 0.0, seen by the critic as 1.0 and 0.0.
-    loss._draw_noise = InjectedNoise(torch.tensor([[[1.5]], [[-0.5]]]))
+    loss.policy._draw_noise = InjectedNoise(torch.tensor([[[1.5]], [[-0.5]]]))
     output = loss(data)
 
     exp, log = math.exp, math.log
@@ -199,7 +199,7 @@ class TestMPOEStep:
         results = []
         for offset in (0.0, 100.0):
             loss = self.problem_with_values(offset).loss
-            loss._draw_noise = InjectedNoise(*noise)
+            loss.policy._draw_noise = InjectedNoise(*noise)
             output = loss(data)
             gradient = gradients(loss, output["loss_temperature"])["temperature.raw"]
             results.append((output["loss_actor"], gradient, output["ess"], output["q_mean"]))
@@ -251,7 +251,7 @@ class TestMPOEStep:
         outputs = []
         for penalty in (True, False):
             loss = Problem(action_penalization=penalty).loss
-            loss._draw_noise = InjectedNoise(*inside)
+            loss.policy._draw_noise = InjectedNoise(*inside)
             outputs.append(loss(make_data(9)))
         with_penalty, without = outputs
         assert with_penalty["kl_penalty_rel"] == pytest.approx(0.0, abs=1e-9)
@@ -281,7 +281,7 @@ class TestMPOEStep:
             old_loc, old_scale = problem.target_policy(data["next", "observation"])
             targets = torch.tensor([3.0, 3.0, 3.0, 0.0, 0.0, 0.0, 0.0])
             noise = (targets.view(-1, 1, 1) - old_loc) / old_scale
-            loss._draw_noise = InjectedNoise(noise.detach())
+            loss.policy._draw_noise = InjectedNoise(noise.detach())
             moments = loss.e_step(data).moments
             first_moment[penalty] = old_loc + old_scale * moments.first / moments.total
         assert (first_moment[False] - 9 / 7).abs().max() < 1e-3
@@ -297,11 +297,11 @@ class TestMPOEStep:
         ):
             for num_value_samples, draws in ((4, with_value), (None, without)):
                 problem = Problem(policy_states=policy_states, num_value_samples=num_value_samples)
-                problem.loss._draw_noise = InjectedNoise(*draws)
+                problem.loss.policy._draw_noise = InjectedNoise(*draws)
                 output = problem.loss(data)
-                assert not problem.loss._draw_noise.draws, "every draw is used"
+                assert not problem.loss.policy._draw_noise.draws, "every draw is used"
                 # The critic's target uses the first draw, the policy the others.
-                problem.loss._draw_noise = InjectedNoise(*draws)
+                problem.loss.policy._draw_noise = InjectedNoise(*draws)
                 e_step = problem.loss.e_step(data)
                 next_q_value, _ = problem.at_states(data["next", "observation"], draws[0])
                 expected = next_q_value.mean(0).unsqueeze(-1)
@@ -314,7 +314,7 @@ class TestMPOEStep:
         for kwargs, count in (({}, NUM_SAMPLES), ({"num_value_samples": 4}, 4)):
             problem, data = Problem(**kwargs), make_data(9)
             noise = make_noise(1, count, 9)
-            problem.loss._draw_noise = InjectedNoise(*noise)
+            problem.loss.policy._draw_noise = InjectedNoise(*noise)
             loss_qvalue, metrics = problem.loss.qvalue_loss(data)
             expected = problem.reference(data, noise)["loss_qvalue"]
             torch.testing.assert_close(loss_qvalue, expected)
@@ -371,7 +371,7 @@ class TestMPOMStep:
         outputs = {}
         for per_dim in (True, False):
             problem = Problem(per_dim_constraining=per_dim, action_penalization=False)
-            problem.loss._draw_noise = InjectedNoise(*make_noise(1, NUM_SAMPLES, 9))
+            problem.loss.policy._draw_noise = InjectedNoise(*make_noise(1, NUM_SAMPLES, 9))
             outputs[per_dim] = problem.loss(make_data(9))
         for name in ("kl_mean", "kl_stddev"):
             torch.testing.assert_close(outputs[True][name] * ACTION_DIM, outputs[False][name])

@@ -45,7 +45,7 @@ class TestMPOTarget:
         """The target is that of the estimator by itself with the target networks."""
         problem = Problem("retrace", num_critics=num_critics, lmbda=0.8, reduction="none")
         loss, data = problem.loss, make_data(4, 5)
-        loss._draw_noise = InjectedNoise(*make_noise(1, NUM_SAMPLES, 4, 5))
+        loss.policy._draw_noise = InjectedNoise(*make_noise(1, NUM_SAMPLES, 4, 5))
         e_step = loss.e_step(data)
         loss_qvalue, _ = loss.qvalue_loss(data, e_step)
 
@@ -121,7 +121,7 @@ class TestMPOTarget:
         noise = make_noise(2, NUM_SAMPLES, 4, 5)
         kwargs = {"policy_states": policy_states, "reduction": "none"}
         everything = Problem("retrace", **kwargs).loss
-        everything._draw_noise = InjectedNoise(*noise)
+        everything.policy._draw_noise = InjectedNoise(*noise)
         expected = everything(data.clone())[:, 0]
 
         first = Problem("retrace", sequence_steps="first", **kwargs).loss
@@ -130,7 +130,7 @@ class TestMPOTarget:
             data = data.transpose(0, 1).contiguous()
             data.names = ["time", None]
             draws[0] = draws[0].transpose(1, 2)
-        first._draw_noise = InjectedNoise(*draws)
+        first.policy._draw_noise = InjectedNoise(*draws)
         assert_equal(first(data), expected)
         time_dim = 0 if time_first else 1
         assert data["td_error"].shape == data.shape
@@ -146,7 +146,7 @@ class TestMPOTarget:
             outputs = []
             for transposed in (False, True):
                 loss = Problem(td_est).loss
-                loss._draw_noise = InjectedNoise(noise.transpose(1, 2) if transposed else noise)
+                loss.policy._draw_noise = InjectedNoise(noise.transpose(1, 2) if transposed else noise)
                 if transposed:
                     data = data.transpose(0, 1).contiguous()
                     data.names = ["time", None]

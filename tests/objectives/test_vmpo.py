@@ -261,11 +261,11 @@ class TestVMPO(LossTestBase):
             bounds = {k: v for k, v in bounds.items() if "alpha" in v}
             data = with_advantage(make_rollout(kind))
             before = loss(data)
-            for name, key in {**bounds, "epsilon_eta": "loss_temperature"}.items():
+            for name, key in {**bounds, "epsilon": "loss_temperature"}.items():
                 buffer, value = getattr(loss, name), getattr(loss, name).item()
                 setattr(loss, name, value + 0.5)
                 assert getattr(loss, name) is buffer
-                dual = loss.temperature if name == "epsilon_eta" else getattr(loss, key[5:])
+                dual = loss.temperature if name == "epsilon" else getattr(loss, key[5:])
                 torch.testing.assert_close(loss(data)[key], before[key] + 0.5 * dual())
             loss.critic_coeff = 1.5
             torch.testing.assert_close(loss(data)["loss_critic"], 3 * before["loss_critic"])
@@ -460,14 +460,14 @@ class TestVMPORefuses:
             *(
                 (kind, name, value, ValueError, "positive and finite")
                 for kind, names in (
-                    ("normal", ["epsilon_eta", "critic_coeff", "clip_value", "init_temperature"]),
+                    ("normal", ["epsilon", "critic_coeff", "clip_value", "init_temperature"]),
                     ("normal", ["epsilon_mean", "epsilon_stddev", "init_alpha_mean"]),
                     ("one-hot", ["epsilon_policy", "init_alpha_policy"]),
                 )
                 for name in names
                 for value in (0.0, -0.1, math.inf, math.nan)
             ),
-            ("normal", "epsilon_eta", "0.1", TypeError, "a number"),
+            ("normal", "epsilon", "0.1", TypeError, "a number"),
             ("normal", "temperature_update", "newton", ValueError, "'solve', 'gradient'"),
             ("normal", "kl_samples", "best", ValueError, "'all', 'selected'"),
             ("normal", "old_policy", "older", ValueError, "'stored', 'target'"),

@@ -56,8 +56,8 @@ CASES: list[tuple[list[str], tuple[str, ...], dict[str, Any]]] = [
     (KINDS, (), {"init_temperature": 0.3, "temperature_update": "gradient"}),
     *((KINDS[:1], (), {"loss_critic_type": t, "critic_coeff": 2.0}) for t in CRITIC_DISTANCES),
     (CONTINUOUS, (), {"per_dim_constraining": True, "kl_samples": "selected"}),
-    (CONTINUOUS, (), {"epsilon_eta": 0.3, "epsilon_mean": 0.2, "init_alpha_stddev": 3.0}),
-    (DISCRETE, (), {"epsilon_eta": 0.02, "epsilon_policy": 0.2, "init_alpha_policy": 0.5}),
+    (CONTINUOUS, (), {"epsilon": 0.3, "epsilon_mean": 0.2, "init_alpha_stddev": 3.0}),
+    (DISCRETE, (), {"epsilon": 0.02, "epsilon_policy": 0.2, "init_alpha_policy": 0.5}),
 ]
 
 
@@ -104,7 +104,7 @@ def test_vmpo_worked_example_continuous() -> None:
     kl_mean = (3 * 0.5**2 / 2 + (0.5 / 2) ** 2 / 2) / 4
     kl_stddev = 3 * (0.5 * (1 / 4 - 1) + log(2)) / 4
     expected = {
-        "weighted_nll": w * nll(1) + (1 - w) * nll(-1),
+        "cross_entropy": w * nll(1) + (1 - w) * nll(-1),
         "kl_mean": kl_mean,
         "kl_stddev": kl_stddev,
         "kl_mean_selected": 0.5**2 / 2,
@@ -122,8 +122,8 @@ def test_vmpo_worked_example_continuous() -> None:
         "advantage_threshold": 2.0,
         "selected_fraction": 0.5,
     }
-    expected["loss_actor"] = expected["weighted_nll"] + 3 * kl_mean + 5 * kl_stddev
-    expected["kl_eta_rel"] = (log(2) + w * log(w) + (1 - w) * log(1 - w)) / 0.3
+    expected["loss_actor"] = expected["cross_entropy"] + 3 * kl_mean + 5 * kl_stddev
+    expected["kl_q_rel"] = (log(2) + w * log(w) + (1 - w) * log(1 - w)) / 0.3
     for key, value in expected.items():
         assert output[key].item() == pytest.approx(value, rel=1e-6), key
 
@@ -147,7 +147,7 @@ def test_vmpo_worked_example_discrete(kind: str) -> None:
     w = math.e / (math.e + 1)
     kl = 0.5 * math.log(0.5 / 0.25) + 0.5 * math.log(0.5 / 0.75)
     nll = -w * math.log(1 / 4) - (1 - w) * math.log(3 / 4)
-    expected = {"kl_policy": kl, "weighted_nll": nll, "loss_actor": nll + 3 * kl}
+    expected = {"kl_policy": kl, "cross_entropy": nll, "loss_actor": nll + 3 * kl}
     expected |= {"loss_alpha_policy": 3 * (0.01 - kl), "alpha_policy": 3.0}
     expected["entropy"] = -math.log(1 / 4) / 4 - math.log(3 / 4) * 3 / 4
     for key, value in expected.items():
@@ -202,7 +202,7 @@ class TestVMPOEStep:
         output = loss(data)
         assert output.isfinite().all()
         assert output["ess"].item() == pytest.approx(6.0)
-        assert output["kl_eta_rel"].item() == pytest.approx(0.0, abs=1e-5)
+        assert output["kl_q_rel"].item() == pytest.approx(0.0, abs=1e-5)
         assert all(g.isfinite().all() for g in gradients(loss, total_loss(output)).values())
 
     @pytest.mark.parametrize("temperature_update", UPDATES)
@@ -230,7 +230,7 @@ class TestVMPOEStep:
         data["restarting_weight"] = torch.zeros(4, 5)
         assert (loss.e_step(data).weights == 0).all()
         output = loss(data)
-        assert output["weighted_nll"] == output["loss_temperature"] == 0
+        assert output["cross_entropy"] == output["loss_temperature"] == 0
         assert output["temperature"].item() == pytest.approx(3.0)
         assert output["restarting_fraction"] == 1
         assert all(value.isfinite() for value in losses_of(output).values())
@@ -289,12 +289,12 @@ class TestVMPOEStep:
     @pytest.mark.parametrize("weights", [(), ("restarting_weight",), ("importance_weight",)])
     def test_solver_meets_the_bound(self, weights: tuple[str, ...]) -> None:
         for epsilon in (0.01, 0.1, 0.5):
-            loss = make_loss(epsilon_eta=epsilon)
+            loss = make_loss(epsilon=epsilon)
             data = with_weights(with_advantage(make_rollout("normal", 8, 16)), *weights)
             for scale in (1.0, 1e-3, 1e3):
                 scaled = data.clone().set("advantage", scale * data["advantage"])
                 metrics = loss.e_step(scaled).metrics
-                assert metrics["kl_eta_rel"].item() == pytest.approx(1.0, abs=1e-3)
+                assert metrics["kl_q_rel"].item() == pytest.approx(1.0, abs=1e-3)
 
     @pytest.mark.parametrize(
         ("fraction", "solutions"),
@@ -309,7 +309,7 @@ class TestVMPOEStep:
         data = with_advantage(make_rollout("normal", 4096))
         data["advantage"] = 50 * quantiles[torch.randperm(4096)].unsqueeze(-1) + 10
         for epsilon, solution in zip((0.01, 0.02, 0.1, 0.15, 0.25, 0.5), solutions, strict=True):
-            loss = make_loss(epsilon_eta=epsilon, top_k_fraction=fraction)
+            loss = make_loss(epsilon=epsilon, top_k_fraction=fraction)
             assert loss(data)["temperature"].item() == pytest.approx(solution, rel=2e-3)
 
     @pytest.mark.parametrize("init_temperature", [0.3, 1.0, 5.0])
@@ -321,8 +321,8 @@ class TestVMPOEStep:
         (gradient,) = torch.autograd.grad(output["loss_temperature"], loss.temperature.raw)
         divergence = problem.divergence(data, loss.temperature())
         slope = loss.temperature.raw.sigmoid()
-        torch.testing.assert_close(gradient / slope, loss.epsilon_eta - divergence)
-        torch.testing.assert_close(output["kl_eta_rel"], divergence / loss.epsilon_eta)
+        torch.testing.assert_close(gradient / slope, loss.epsilon - divergence)
+        torch.testing.assert_close(output["kl_q_rel"], divergence / loss.epsilon)
 
 
 # M-step ------------------------------------------------------------------------------------------
@@ -406,7 +406,7 @@ class TestVMPOMStep:
         for key, value in loss_of_same.items():
             if key.startswith(("kl_mean", "kl_stddev", "kl_policy", "penalty")):
                 assert value.item() == pytest.approx(0.0, abs=1e-6), key
-        grads = gradients(loss, loss_of_same["loss_actor"] - loss_of_same["weighted_nll"])
+        grads = gradients(loss, loss_of_same["loss_actor"] - loss_of_same["cross_entropy"])
         assert any(g.any() for g in grads.values())  # of the likelihood
 
 

@@ -263,7 +263,7 @@ class Problem:
         low, high = torch.tensor([self.loss.temperature.floor, 1e6]).double().log()
         for _ in range(100):
             middle = (low + high) / 2
-            if self.divergence(data, middle.exp()) > self.loss.epsilon_eta:
+            if self.divergence(data, middle.exp()) > self.loss.epsilon:
                 low = middle
             else:
                 high = middle
@@ -301,7 +301,7 @@ class Problem:
         weights = self.weigh(data, temperature)
         best = advantage[selected].max()
         mean = (prior * ((advantage - best) / temperature).exp())[selected].mean()
-        losses = {"loss_temperature": temperature * (loss.epsilon_eta + mean.log()) + best}
+        losses = {"loss_temperature": temperature * (loss.epsilon + mean.log()) + best}
         new, divergences = self.distributions(data)
         losses["loss_actor"] = -(weights * self.log_prob(data, new)).sum()
         over = selected if loss.kl_samples == "selected" else torch.ones_like(selected)
@@ -399,7 +399,7 @@ def constant_loss(kind: str, policy: Constant, **kwargs: Any) -> VMPOLoss:
         normalize_advantage=False,
         temperature_update="gradient",
         init_temperature=2.0,
-        epsilon_eta=0.3,
+        epsilon=0.3,
         **kwargs,
     ).double()
     for dual in loss.dual_variables():

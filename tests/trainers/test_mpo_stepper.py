@@ -81,7 +81,7 @@ def inject(*losses: MPOLoss, count: int = 1) -> None:
     """Give losses the same noise."""
     draws = torch.randn(count, NUM_SAMPLES, BATCH, ACTION_DIM)
     for loss in losses:
-        loss._draw_noise = InjectedNoise(*draws)
+        loss.policy._draw_noise = InjectedNoise(*draws)
 
 
 # Phases ------------------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ class TestPhases:
         inject(loss, reference)
         stepper = make_stepper(loss, num_policy_steps=3, dual_order=dual_order)
         metrics = stepper.update(loss, data)
-        assert loss._draw_noise.shapes == [(NUM_SAMPLES, BATCH, ACTION_DIM)]
+        assert loss.policy._draw_noise.shapes == [(NUM_SAMPLES, BATCH, ACTION_DIM)]
 
         e_step = reference.e_step(data)
         if dual_order == "dual_first":
@@ -154,7 +154,7 @@ class TestPhases:
         loss, data = make_loss(policy_states=policy_states), make_transitions(BATCH)
         inject(loss, count=2)
         make_stepper(loss, num_policy_steps=4).update(loss, data)
-        assert len(loss._draw_noise.shapes) == (1 if policy_states == "next" else 2)
+        assert len(loss.policy._draw_noise.shapes) == (1 if policy_states == "next" else 2)
 
     @pytest.mark.parametrize("group", list(GROUPS))
     def test_clipping(self, group: str) -> None:

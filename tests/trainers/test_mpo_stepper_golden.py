@@ -153,7 +153,7 @@ class Run:
         self.period = hp["target_networks_update_period"]
         self.updater = HardUpdate(self.loss, value_network_update_interval=1)
         self.noise: list[Tensor] = []
-        self.loss._draw_noise = lambda num, like: self.noise.pop(0).reshape(num, *like.shape)
+        self.loss.policy._draw_noise = lambda num, like: self.noise.pop(0).reshape(num, *like.shape)
         loss = self.loss
         temperature = {"params": [loss.temperature.raw], "lr": hp["temperature_lr"]}
         alphas = {"params": [loss.alpha_mean.raw, loss.alpha_stddev.raw]}

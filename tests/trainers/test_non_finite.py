@@ -111,7 +111,7 @@ class TestSteppers:
         bad = spoil(problem.batch(1), REWARD, NAN)
         read = mock.Mock(side_effect=AssertionError("read"))
         with (
-            mock.patch("minerva_torchrl.trainers._phases._FLAGS_KEPT", 2),
+            mock.patch("minerva_torchrl.trainers.stepping._FLAGS_KEPT", 2),
             mock.patch.object(problem.stepper, "_tally", read),
         ):
             for batch in (bad, bad, bad, problem.batch(0), bad):

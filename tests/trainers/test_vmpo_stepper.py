@@ -138,11 +138,11 @@ class TestPhases:
 
     def test_solve(self) -> None:
         """A solved temperature meets its bound on every batch and is not stepped."""
-        loss = make_loss(epsilon_eta=0.2)
+        loss = make_loss(epsilon=0.2)
         stepper = make_stepper(loss, num_policy_steps=2)
         for seed in range(3):
             metrics = stepper.update(loss, make_rollout("normal", 4, 16, seed=seed))
-            assert metrics["kl_eta_rel"].item() == pytest.approx(1.0, abs=1e-3)
+            assert metrics["kl_q_rel"].item() == pytest.approx(1.0, abs=1e-3)
             assert metrics["temperature"] == loss.temperature()
         assert loss.temperature.raw.grad is None
 
@@ -211,7 +211,7 @@ class TestPhases:
         bounds = {"epsilon_mean": 1e6} if kind in CONTINUOUS else {"epsilon_policy": 1e6}
         name = "alpha_mean" if kind in CONTINUOUS else "alpha_policy"
         # Far below the bounds, temperature and multiplier fall as far as they may.
-        loss = make_loss(kind, temperature_update="gradient", epsilon_eta=1e6, **bounds)
+        loss = make_loss(kind, temperature_update="gradient", epsilon=1e6, **bounds)
         make_stepper(loss, num_policy_steps=2).update(loss, with_advantage(make_rollout(kind)))
         floor = torch.tensor(2.5e-8)
         for dual in (loss.temperature, getattr(loss, name)):

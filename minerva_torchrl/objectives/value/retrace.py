@@ -21,11 +21,8 @@ from torchrl.objectives.utils import register_value_estimator
 from torchrl.objectives.value import ValueEstimatorBase
 
 from minerva_torchrl.objectives.checks import check_count
-from minerva_torchrl.objectives._policy import (
-    action_bounds,
-    blank_terminal_states,
-    resolve_action_spec,
-)
+from minerva_torchrl.objectives._data import blank_terminal_states
+from minerva_torchrl.objectives.specs import action_bounds, resolve_action_spec
 from minerva_torchrl.objectives.value.functional import (
     retrace_return_estimate,
     vec_retrace_return_estimate,
@@ -199,6 +196,11 @@ class Retrace(ValueEstimatorBase):
         super().set_keys(**kwargs)
         if "action" in kwargs:
             self._set_bounds()
+
+    @property
+    def needs_action_values(self) -> bool:
+        """Whether values and log-probabilities must be handed to :meth:`value_estimate`."""
+        return self.value_network is None
 
     @property
     def in_keys(self) -> list[NestedKey]:

@@ -1,0 +1,332 @@
+"""An off-policy loss with an ensemble of action-value critics: its networks, keys and targets."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, Literal, TypeVar
+
+import torch
+from tensordict import NestedKey, TensorDictBase, unravel_key
+from tensordict.nn import (
+    ProbabilisticTensorDictSequential,
+    TensorDictModule,
+    TensorDictParams,
+    composite_lp_aggregate,
+)
+from torch import Tensor
+from torch.compiler import is_compiling
+from torchrl.data.tensor_specs import TensorSpec
+from torchrl.objectives.utils import ValueEstimators, _vmap_func
+from torchrl.objectives.value import TD0Estimator
+from typing_extensions import Self
+
+from minerva_torchrl.objectives._base import DualLossModule
+from minerva_torchrl.objectives._data import blank_terminal_states, time_dim
+from minerva_torchrl.objectives.checks import check_choice
+from minerva_torchrl.objectives.critics import (
+    ActionValueCritic,
+    AllActionsCritic,
+    SingleActionCritic,
+    make_ensemble,
+)
+from minerva_torchrl.objectives.policies import leaf_distribution, policy_family
+from minerva_torchrl.objectives.specs import resolve_action_spec
+
+_Steps = TypeVar("_Steps", Tensor, TensorDictBase)
+
+
+class OffPolicyLoss(DualLossModule):
+    """Evaluates the networks: the policy, the critics and their targets, step by step."""
+
+    @dataclass
+    class _AcceptedKeys:
+        """Names of the entries that the loss reads and writes.
+
+        ``value`` is where value estimators look for the value of a state; ``log_prob`` is only
+        read by estimators that correct for the behaviour policy, such as ``"retrace"``.
+        """
+
+        action: NestedKey = "action"
+        value: NestedKey = "state_value"
+        state_action_value: NestedKey = "state_action_value"
+        action_value: NestedKey = "action_value"
+        value_target: NestedKey = "value_target"
+        log_prob: NestedKey | None = None
+        priority: NestedKey = "td_error"
+        priority_weight: NestedKey = "priority_weight"
+        reward: NestedKey = "reward"
+        done: NestedKey = "done"
+        terminated: NestedKey = "terminated"
+
+        def __post_init__(self) -> None:
+            if self.log_prob is None:
+                aggregate = composite_lp_aggregate(nowarn=True)
+                self.log_prob = "sample_log_prob" if aggregate else "action_log_prob"
+
+    default_keys = _AcceptedKeys
+    tensor_keys: _AcceptedKeys
+    default_value_estimator = ValueEstimators.TD0
+    SUPPORTED_VALUE_ESTIMATORS = (
+        ValueEstimators.TD0,
+        ValueEstimators.TD1,
+        ValueEstimators.TDLambda,
+        "retrace",
+    )
+
+    qvalue_network: TensorDictModule
+    qvalue_network_params: TensorDictParams
+    target_qvalue_network_params: TensorDictParams
+
+    def __init__(
+        self,
+        actor_network: ProbabilisticTensorDictSequential,
+        qvalue_network: TensorDictModule | Sequence[TensorDictModule],
+        *,
+        num_qvalue_nets: int,
+        qvalue_reduction: Literal["min", "mean"],
+        action_spec: TensorSpec | None,
+        per_dim_constraining: bool | None,
+        sequence_steps: Literal["all", "first"],
+        delay_actor: bool,
+        delay_qvalue: bool,
+        separate_losses: bool,
+        skip_done_states: bool,
+        deactivate_vmap: bool,
+        reduction: Literal["none", "mean", "sum"] | None,
+        use_prioritized_weights: Literal["auto"] | bool,
+        scalar_output_mode: Literal["exclude", "non_tensor"] | None,
+    ) -> None:
+        check_choice("qvalue_reduction", qvalue_reduction, ("min", "mean"))
+        check_choice("sequence_steps", sequence_steps, ("all", "first"))
+        action_keys = getattr(actor_network, "dist_sample_keys", ["action"])
+        spec = resolve_action_spec(action_spec, actor_network, action_keys[0])
+        policy = policy_family(actor_network, spec, per_dim=per_dim_constraining)
+        super().__init__(
+            reduction=reduction,
+            use_prioritized_weights=use_prioritized_weights,
+            scalar_output_mode=scalar_output_mode,
+        )
+        self.policy = policy
+        self.per_dim_constraining = bool(policy.constraint_shape)
+        self.qvalue_reduction = qvalue_reduction
+        self.sequence_steps = sequence_steps
+        self.delay_actor = delay_actor
+        self.delay_qvalue = delay_qvalue
+        self.separate_losses = separate_losses
+        self.skip_done_states = skip_done_states
+        self.deactivate_vmap = deactivate_vmap
+        self._warned_of_single_steps = False
+
+        self.convert_to_functional(actor_network, "actor_network", create_target_params=delay_actor)
+        critics = make_ensemble(qvalue_network, num_qvalue_nets)
+        self.num_qvalue_nets = len(critics)
+        # expand_dim on a single module would redraw its weights, a list leaves them as they are.
+        single = self.num_qvalue_nets == 1
+        self.convert_to_functional(
+            critics[0] if single else critics,
+            "qvalue_network",
+            expand_dim=None if single else self.num_qvalue_nets,
+            create_target_params=delay_qvalue,
+            compare_against=list(actor_network.parameters()) if separate_losses else None,
+        )
+        self._make_vmap()
+        self.set_keys(action=action_keys[0], log_prob=actor_network.log_prob_keys[0])
+        written = self.qvalue_network.out_keys
+        self._values_all_actions = self.tensor_keys.action_value in written
+        if not self._values_all_actions and self.tensor_keys.state_action_value not in written:
+            self.set_keys(state_action_value=written[0])
+
+    def _make_vmap(self) -> None:
+        self._vmap_qvalue_network = _vmap_func(
+            self.qvalue_network,
+            (None, 0),
+            randomness=self.vmap_randomness,
+            pseudo_vmap=self.deactivate_vmap,
+        )
+
+    def reset_parameters_recursive(self) -> None:
+        """Reset the networks, their targets and the dual variables."""
+        super().reset_parameters_recursive()
+        if self.num_qvalue_nets == 1:
+            return
+        # The stacked weights of an ensemble would be drawn with the fan-in of the stack.
+        for name in ("qvalue_network_params", "target_qvalue_network_params"):
+            params = self._modules.get(name)
+            for member in () if params is None else params.data.unbind(0):
+                with member.to_module(self.qvalue_network, preserve_module_state=False):
+                    self.qvalue_network.reset_parameters_recursive()
+
+    # Keys ----------------------------------------------------------------------------------------
+
+    def _set_in_keys(self) -> None:
+        keys = self.tensor_keys
+        states = self._state_keys
+        in_keys = [*states, keys.action]
+        in_keys += [("next", key) for key in (*states, keys.reward, keys.done, keys.terminated)]
+        if self._corrects_off_policy:
+            in_keys.append(keys.log_prob)
+        self._in_keys = [unravel_key(key) for key in in_keys]
+
+    @property
+    def _state_keys(self) -> list[NestedKey]:
+        """Entries of a state that the networks read."""
+        keys = [*self.actor_network.in_keys, *self.qvalue_network.in_keys]
+        return [key for key in dict.fromkeys(keys) if key != self.tensor_keys.action]
+
+    @property
+    def _corrects_off_policy(self) -> bool:
+        """Whether the estimator wants the values and likelihoods of the stored actions."""
+        return getattr(self._value_estimator, "needs_action_values", False)
+
+    def _forward_value_estimator_keys(self, **kwargs: Any) -> None:
+        estimator, keys = self._value_estimator, self.tensor_keys
+        if estimator is not None:
+            of_action = self._corrects_off_policy
+            names = {
+                "reward": keys.reward,
+                "done": keys.done,
+                "terminated": keys.terminated,
+                "action": keys.action,
+                "sample_log_prob": keys.log_prob,
+                "value": keys.state_action_value if of_action else keys.value,
+            }
+            accepted = estimator._AcceptedKeys.__dataclass_fields__
+            estimator.set_keys(**{name: key for name, key in names.items() if name in accepted})
+        self._in_keys = None
+
+    def make_value_estimator(self, value_type: Any = None, **hyperparams: Any) -> Self:
+        """Choose how the critic's target is made.
+
+        Args:
+            value_type: ``ValueEstimators.TD0`` (default; with data of
+                ``MultiStepTransform(..., done_keys=[])`` it makes n-step targets), ``TD1``,
+                ``TDLambda``, ``"retrace"``, an estimator class or an estimator.
+            **hyperparams: ``gamma``, ``lmbda`` and whatever else the estimator takes.
+
+        Returns:
+            The loss.
+        """
+        # The loss samples the value of the next state itself.
+        return self._make_value_estimator(value_type, None, **hyperparams)
+
+    def _check_input(self, tensordict: TensorDictBase) -> None:
+        self._check_keys(tensordict, self.in_keys)
+        if tensordict.ndim < 1:
+            raise ValueError("The data must have at least one batch dimension, got none.")
+        for name in ("reward", "done", "terminated"):
+            key = getattr(self.tensor_keys, name)
+            shape = tensordict.get(("next", key)).shape
+            if shape != (*tensordict.shape, 1):
+                raise ValueError(
+                    f"{('next', key)} must have shape {(*tensordict.shape, 1)} for a batch of "
+                    f"shape {tuple(tensordict.shape)}, got {tuple(shape)}."
+                )
+        action = tensordict.get(self.tensor_keys.action)
+        self.policy.check_action(self.tensor_keys.action, action, tensordict.shape)
+
+    # Values --------------------------------------------------------------------------------------
+
+    @property
+    def _critic(self) -> ActionValueCritic:
+        keys = self.tensor_keys
+        if self._values_all_actions:
+            return AllActionsCritic(keys.action_value)
+        return SingleActionCritic(keys.state_action_value, keys.action)
+
+    def _evaluate(self, inputs: TensorDictBase, *, params: TensorDictParams) -> Tensor:
+        """What the critics write, ``[K, *B, ...]``."""
+        key, network = self._critic.value_key, self.qvalue_network
+        if self.num_qvalue_nets > 1:
+            return self._vmap_qvalue_network(inputs, params).get(key)
+        with params.to_module(network, preserve_module_state=False):
+            return network(inputs).get(key).unsqueeze(0)
+
+    def _critic_inputs(self, states: TensorDictBase) -> TensorDictBase:
+        keys = [key for key in self.qvalue_network.in_keys if key != self.tensor_keys.action]
+        return states.select(*keys)
+
+    def _target_value(
+        self, states: TensorDictBase, action: Tensor, *, candidates: bool = False
+    ) -> Tensor:
+        """Target value of an action at each state, ``[*B]``, or of candidates, ``[N, *B]``."""
+        evaluate = partial(self._evaluate, params=self.target_qvalue_network_params)
+        score = self._critic.of_candidates if candidates else self._critic.of_action
+        values = score(evaluate, self._critic_inputs(states), self.policy.clip(action))
+        return values.amin(0) if self.qvalue_reduction == "min" else values.mean(0)
+
+    def _online_value(self, states: TensorDictBase) -> Tensor:
+        """Values of the stored actions by all critics, ``[K, *B]``."""
+        evaluate = partial(self._evaluate, params=self.qvalue_network_params)
+        action = self.policy.clip(states.get(self.tensor_keys.action))
+        return self._critic.of_action(evaluate, self._critic_inputs(states), action)
+
+    @torch.no_grad()
+    def _value_target(self, tensordict: TensorDictBase, next_value: Tensor) -> Tensor:
+        """Target of the critic for every step, ``[*B, 1]``."""
+        estimator = self.value_estimator
+        tensordict = self._cut_at_padding(tensordict)
+        single_steps = not isinstance(estimator, TD0Estimator) and time_dim(tensordict) is None
+        if single_steps:
+            self._warn_of_single_steps()
+            tensordict, next_value = tensordict.unsqueeze(-1), next_value.unsqueeze(-2)
+        given = {}
+        if self._corrects_off_policy:
+            action = tensordict.get(self.tensor_keys.action)
+            dist = self._dist(tensordict, self.target_actor_network_params)
+            value = self._target_value(tensordict, action).unsqueeze(-1)
+            log_pi = leaf_distribution(dist).log_prob(action)
+            given = {"log_pi": log_pi, "state_action_value": value}
+        target = estimator.value_estimate(tensordict, next_value=next_value, **given)
+        return target.squeeze(-2) if single_steps else target
+
+    def _cut_at_padding(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Let no trace run from a valid step into the padding behind it."""
+        valid, dim = self._valid_mask(tensordict), time_dim(tensordict)
+        if valid is None or dim is None:
+            return tensordict
+        next_valid = valid.roll(-1, dim).unsqueeze(-1)
+        key = unravel_key(("next", self.tensor_keys.done))
+        return tensordict.copy().set(key, tensordict.get(key) | ~next_valid)
+
+    def _warn_of_single_steps(self) -> None:
+        if self._warned_of_single_steps or is_compiling():
+            return
+        self._warned_of_single_steps = True
+        warnings.warn(
+            f"The estimator {type(self.value_estimator).__name__} was given transitions without a "
+            "time dimension and makes one-step targets of them. Reshape the flat sample of a "
+            "SliceSampler to [-1, T], or use ValueEstimators.TD0.",
+            stacklevel=2,
+        )
+
+    # Steps ---------------------------------------------------------------------------------------
+
+    def _next_states(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, Tensor]:
+        """Next states, and where they are not terminal, ``[*B]``."""
+        terminated = tensordict.get(("next", self.tensor_keys.terminated)).squeeze(-1)
+        states = tensordict.get("next").select(*self._state_keys)
+        if self.skip_done_states:
+            states = blank_terminal_states(states, terminated)
+        return states, ~terminated
+
+    def _train_steps(self, x: _Steps, tensordict: TensorDictBase) -> _Steps:
+        """The steps of ``x`` ``[*B, T, ...]`` that are trained on."""
+        dim = time_dim(tensordict) if self.sequence_steps == "first" else None
+        return x if dim is None else x[(slice(None),) * dim + (0,)]
+
+    def set_priority(self, tensordict: TensorDictBase, td_error: Tensor) -> None:
+        """Write the priorities of a batch for prioritised replay.
+
+        Args:
+            tensordict (TensorDictBase): the batch, transitions ``[B]`` or sequences ``[*B, T]``.
+            td_error (Tensor): error of each step that was trained on. With
+                ``sequence_steps="first"`` all steps of a sequence get that of the first.
+        """
+        if td_error.shape != tensordict.shape:
+            dim = time_dim(tensordict)
+            assert dim is not None
+            td_error = td_error.unsqueeze(dim).expand(tensordict.shape).clone()
+        tensordict.set(self.tensor_keys.priority, td_error)

@@ -1,0 +1,135 @@
+"""What a loss asks of an action-value critic, by what its network reads and writes."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+
+from tensordict import NestedKey, TensorDictBase
+from tensordict.nn import TensorDictModule
+from torch import Tensor
+
+from minerva_torchrl.objectives.checks import check_count
+
+__all__ = [
+    "ActionValueCritic",
+    "AllActionsCritic",
+    "Evaluate",
+    "SingleActionCritic",
+    "make_ensemble",
+]
+
+Evaluate = Callable[[TensorDictBase], Tensor]
+"""What the ``K`` networks of an ensemble write for some inputs, ``[K, ...]``."""
+
+
+class ActionValueCritic(ABC):
+    """Values of actions at states, by an ensemble of ``K`` networks.
+
+    Args:
+        value_key (NestedKey): where the network writes values.
+    """
+
+    def __init__(self, value_key: NestedKey) -> None:
+        self.value_key = value_key
+
+    @abstractmethod
+    def of_action(self, evaluate: Evaluate, states: TensorDictBase, action: Tensor) -> Tensor:
+        """Value of one action at each state, ``[K, *B]``, for states ``[*B]``."""
+
+    @abstractmethod
+    def of_candidates(self, evaluate: Evaluate, states: TensorDictBase, action: Tensor) -> Tensor:
+        """Values of ``N`` actions ``[N, *B, ...]`` at each state, ``[K, N, *B]``."""
+
+    def _checked(self, value: Tensor, shape: tuple[int, ...]) -> Tensor:
+        if value.shape[1:] != shape:
+            raise ValueError(
+                f"qvalue_network must write {self.value_key!r} of shape {shape}, "
+                f"got {tuple(value.shape[1:])}."
+            )
+        return value
+
+
+class SingleActionCritic(ActionValueCritic):
+    """A network that reads observation and action and writes one value, ``[*B, 1]``.
+
+    Args:
+        value_key (NestedKey): where the network writes the value.
+        action_key (NestedKey): where it reads the action.
+    """
+
+    def __init__(self, value_key: NestedKey, action_key: NestedKey) -> None:
+        super().__init__(value_key)
+        self.action_key = action_key
+
+    def of_action(self, evaluate: Evaluate, states: TensorDictBase, action: Tensor) -> Tensor:
+        """One call with the action among the inputs."""
+        value = evaluate(states.copy().set(self.action_key, action))
+        return self._checked(value, (*states.shape, 1)).squeeze(-1)
+
+    def of_candidates(self, evaluate: Evaluate, states: TensorDictBase, action: Tensor) -> Tensor:
+        """One call; the states are an expanded view, so that no network need see them twice."""
+        return self.of_action(evaluate, states.expand(len(action), *states.shape), action)
+
+
+class AllActionsCritic(ActionValueCritic):
+    """A network that reads the observation and writes the values of all actions, ``[*B, A]``."""
+
+    def of_action(self, evaluate: Evaluate, states: TensorDictBase, action: Tensor) -> Tensor:
+        """The value at the action's place."""
+        values = evaluate(states)
+        one_hot = action.ndim > states.ndim
+        index = action.long().argmax(-1) if one_hot else action.long()
+        index = index.unsqueeze(-1).expand(len(values), *states.shape, 1)
+        return values.gather(-1, index).squeeze(-1)
+
+    def of_candidates(self, evaluate: Evaluate, states: TensorDictBase, action: Tensor) -> Tensor:
+        """The candidates are all actions in their order."""
+        return self._checked(evaluate(states), (*states.shape, len(action))).movedim(-1, 1)
+
+
+def make_ensemble(
+    qvalue_network: TensorDictModule | Sequence[TensorDictModule], num_qvalue_nets: int
+) -> list[TensorDictModule]:
+    """The members of a critic ensemble, with the weights of the given modules untouched.
+
+    Args:
+        qvalue_network (TensorDictModule or sequence of them): a critic, or all members.
+        num_qvalue_nets (int): size of the ensemble that is made from a single critic.
+    """
+    check_count("num_qvalue_nets", num_qvalue_nets)
+    if isinstance(qvalue_network, Sequence):
+        critics = list(qvalue_network)
+        if num_qvalue_nets not in (1, len(critics)):
+            raise ValueError(
+                f"num_qvalue_nets={num_qvalue_nets} contradicts a list of {len(critics)} critics. "
+                "Leave it out when a list is given."
+            )
+    else:
+        critics = [qvalue_network]
+        critics += [_fresh_copy(qvalue_network) for _ in range(num_qvalue_nets - 1)]
+    for critic in critics:
+        if not isinstance(critic, TensorDictModule):
+            raise TypeError(
+                "qvalue_network must be a TensorDictModule or a list of them, "
+                f"got {type(critic).__name__}."
+            )
+    if not critics:
+        raise ValueError("qvalue_network must not be an empty list.")
+    return critics
+
+
+def _fresh_copy(critic: TensorDictModule) -> TensorDictModule:
+    """A copy with weights of its own, drawn as the layers draw them when they are made."""
+    copy = deepcopy(critic)
+    for name, module in copy.named_modules():
+        if hasattr(module, "reset_parameters"):
+            module.reset_parameters()
+        elif next(module.parameters(recurse=False), None) is not None:
+            raise ValueError(
+                f"num_qvalue_nets > 1 needs to initialise copies of the critic, but its module "
+                f"{name!r} ({type(module).__name__}) has no reset_parameters(). Pass a list of "
+                "critics instead."
+            )
+    return copy

@@ -1,0 +1,266 @@
+"""What the optimisation steppers share: one backward pass, and steps that must be finite."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, Protocol
+
+import torch
+from tensordict import TensorDict, TensorDictBase
+from torch import Tensor, nn
+from torch import distributed as dist
+from torch.optim import Optimizer
+from torchrl.objectives.common import LossModule
+from torchrl.trainers.trainers import OptimizationStepper
+
+__all__ = ["GuardedStepper", "Learner", "LocalLearner", "NonFiniteError", "Undo"]
+
+_FLAGS_KEPT = 256  # before they become one tensor
+
+
+class NonFiniteError(RuntimeError):
+    """Too many batches in a row had a loss, a gradient or data that is not finite."""
+
+
+class Learner(Protocol):
+    """Where a loss is evaluated: a TorchRL ``Trainer``, or a learner of a distributed backend."""
+
+    loss_module: LossModule
+
+    def compute_loss(self, sub_batch: TensorDictBase, method: str | None = None) -> Any:
+        """The loss of a batch, or one of its methods, with gradients of all processes."""
+
+
+class LocalLearner:
+    """A loss in a loop of one's own, without a trainer."""
+
+    def __init__(self, loss_module: LossModule) -> None:
+        self.loss_module = loss_module
+
+    def compute_loss(self, sub_batch: TensorDictBase, method: str | None = None) -> Any:
+        """The loss of a batch, or one of its methods."""
+        call = self.loss_module if method is None else getattr(self.loss_module, method)
+        return call(sub_batch)
+
+
+class GuardedStepper(OptimizationStepper):
+    """Steps several optimisers, each with its own clipping, on the losses of one backward pass.
+
+    An update whose losses or gradients are not finite changes nothing: neither parameters nor
+    optimisers. It is counted on the device, so that nothing waits for it: with a fused optimiser
+    (``torch.optim.Adam(..., fused=True)``) the step is left out on the device as well, with any
+    other one the decision is made on the host.
+
+    Where several processes learn together, all of them take an update or none does.
+
+    Args:
+        optimizers (mapping): optimisers by the names under which their state is saved. Those that
+            are ``None`` are left out.
+    """
+
+    def __init__(self, optimizers: Mapping[str, Optimizer | None]) -> None:
+        self._optimizers = {name: opt for name, opt in optimizers.items() if opt is not None}
+        self._refuse_shared_parameters()
+        self._group: dist.ProcessGroup | None = None
+        self._skips = (0, 0, 0)  # in all, in a row until now, most in a row
+        self._uncounted: tuple[Tensor, ...] = ()  # flags of the latest updates, still on the device
+
+    def step(self, trainer: Any, sub_batch: TensorDictBase) -> TensorDict:
+        """One update inside a TorchRL ``Trainer``."""
+        self._join_processes(trainer)
+        return self._update(trainer, sub_batch)
+
+    def update(self, loss: LossModule, tensordict: TensorDictBase) -> TensorDict:
+        """One update in a loop of one's own.
+
+        Args:
+            loss (LossModule): the loss whose parameters the optimisers hold.
+            tensordict (TensorDictBase): the batch.
+
+        Returns:
+            The detached losses and metrics, 0-d.
+        """
+        return self._update(LocalLearner(loss), tensordict)
+
+    def _update(self, learner: Learner, batch: TensorDictBase) -> TensorDict:
+        raise NotImplementedError
+
+    # One backward pass ---------------------------------------------------------------------------
+
+    def _backward(
+        self, losses: TensorDictBase | Tensor, clips: Mapping[str, float | None]
+    ) -> Tensor:
+        """Gradients of the sum of some losses, clipped for each optimiser by itself.
+
+        Args:
+            losses (TensorDictBase or Tensor): entries that begin with ``loss_`` count.
+            clips (mapping): largest gradient norm, by the name of the optimiser whose parameters
+                get it. The others keep the gradients that they have.
+
+        Returns:
+            Whether the losses and all gradients are finite, in all processes, 0-d.
+        """
+        if not isinstance(losses, Tensor):
+            entries = [x for name, x in losses.items() if name.startswith("loss_")]
+            losses = torch.stack(entries).sum()
+        for name in clips:
+            self._optimizers[name].zero_grad()
+        losses.backward()
+        total = losses.detach()
+        for name, clip in clips.items():
+            parameters = _parameters(self._optimizers[name])
+            gradients = [p.grad for p in parameters if p.grad is not None]
+            norm = nn.utils.get_total_norm(gradients)
+            if clip is not None:
+                nn.utils.clip_grads_with_norm_(parameters, clip, norm)
+            total = total + norm
+        return self._in_all_processes(total.isfinite())
+
+    def _step_if(self, taken: Tensor, name: str, *, lr_scale: float = 1.0) -> None:
+        """One step of an optimiser, if a 0-d flag is true.
+
+        Args:
+            taken (Tensor): the flag.
+            name (str): the optimiser; its parameters have gradients.
+
+        Keyword Args:
+            lr_scale (float): factor on the learning rates. Defaults to ``1``.
+        """
+        optimizer: Any = self._optimizers[name]
+        fused = all(group.get("fused") for group in optimizer.param_groups)
+        if not fused and not taken:
+            return
+        rates = [group["lr"] for group in optimizer.param_groups]
+        if lr_scale != 1:
+            # For this step only, so that schedulers and checkpoints see the nominal rates.
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate * lr_scale
+        if fused:  # what gradient scalers use: the flag is read on the device
+            optimizer.found_inf = (~taken).float()
+        optimizer.step()
+        if fused:
+            del optimizer.found_inf
+        if lr_scale != 1:
+            for group, rate in zip(optimizer.param_groups, rates, strict=True):
+                group["lr"] = rate
+
+    # Processes -----------------------------------------------------------------------------------
+
+    def _join_processes(self, trainer: Any) -> None:
+        """Share counts and decisions with the processes that a trainer's loss is spread over."""
+        group = getattr(trainer, "process_group", None)
+        self._group = getattr(group, "process_group", group)
+        if hasattr(trainer.loss_module, "process_group"):
+            trainer.loss_module.process_group = self._group
+
+    def _in_all_processes(self, flag: Tensor) -> Tensor:
+        if self._group is None:
+            return flag
+        smallest = flag.to(torch.int32)
+        dist.all_reduce(smallest, op=dist.ReduceOp.MIN, group=self._group)
+        return smallest.bool()
+
+    # Counts and state ----------------------------------------------------------------------------
+
+    @property
+    def skipped_updates(self) -> int:
+        """Updates left out so far because something was not finite. Waits for the device."""
+        return self._tally()[0]
+
+    def check_finite(self, limit: int) -> None:
+        """Raise :class:`NonFiniteError` if ``limit`` updates in a row were left out.
+
+        Reads the flags of the updates, which waits for the device: once per collected batch is
+        enough.
+
+        Args:
+            limit (int): number of updates in a row.
+        """
+        total, _, longest = self._tally()
+        if longest >= limit:
+            raise NonFiniteError(
+                f"{longest} updates in a row had losses or gradients that are not finite "
+                f"({total} in all; the limit is {limit})."
+            )
+
+    def state_dict(self) -> dict[str, Any]:
+        """State of the optimisers, and the counters of updates left out."""
+        state: dict[str, Any] = {n: opt.state_dict() for n, opt in self._optimizers.items()}
+        state["skips"] = self._tally()
+        return state
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what :meth:`state_dict` returned."""
+        for name, optimizer in self._optimizers.items():
+            optimizer.load_state_dict(state_dict[name])
+        total, in_a_row, longest = map(int, state_dict.get("skips") or (0, 0, 0))
+        self._skips, self._uncounted = (total, in_a_row, longest), ()
+
+    def _count(self, taken: Tensor) -> None:
+        """Count an update, as left out unless a 0-d flag is true."""
+        self._uncounted = (*self._uncounted, taken.reshape(1))
+        if len(self._uncounted) >= _FLAGS_KEPT:
+            self._uncounted = (torch.cat(self._uncounted),)
+
+    def _tally(self) -> tuple[int, int, int]:
+        total, in_a_row, longest = self._skips
+        for taken in torch.cat(self._uncounted).tolist() if self._uncounted else ():
+            in_a_row = 0 if taken else in_a_row + 1
+            total += not taken
+            longest = max(longest, in_a_row)
+        self._skips, self._uncounted = (total, in_a_row, longest), ()
+        return self._skips
+
+    # Refusals ------------------------------------------------------------------------------------
+
+    def _refuse_shared_parameters(self) -> None:
+        owners: dict[int, str] = {}
+        for name, optimizer in self._optimizers.items():
+            for parameter in _parameters(optimizer):
+                other = owners.setdefault(id(parameter), name)
+                if other != name:
+                    raise ValueError(
+                        f"{other} and {name} hold the same parameter, of shape "
+                        f"{tuple(parameter.shape)}, which both would step. Give each parameter to "
+                        "one optimiser only; those that actor and critic share to the actor's, "
+                        "with separate_losses=True in the loss, or to one optimiser for both."
+                    )
+
+    def _refuse_unreduced(self, loss: LossModule) -> None:
+        if loss.reduction == "none":
+            raise ValueError(
+                f"{type(self).__name__} needs a loss with reduction 'mean' or 'sum', got 'none'."
+            )
+
+
+class Undo:
+    """Takes back what happens to a few small tensors and optimisers.
+
+    Args:
+        tensors (iterable of Tensor): what to remember.
+        *optimizers (Optimizer): whose parameters and state to remember, too.
+    """
+
+    def __init__(self, tensors: Iterable[Tensor] = (), *optimizers: Optimizer) -> None:
+        self._given, self._optimizers = list(tensors), optimizers
+        self._before = {id(tensor): tensor.detach().clone() for tensor in self._tensors()}
+
+    @torch.no_grad()
+    def unless(self, kept: Tensor) -> None:
+        """Take everything back unless a 0-d flag is true."""
+        for tensor in self._tensors():
+            # An optimiser's state begins with zeros at its first step.
+            before = self._before.get(id(tensor), tensor.new_zeros(()))
+            tensor.copy_(torch.where(kept, tensor, before))
+
+    def _tensors(self) -> Iterator[Tensor]:
+        yield from self._given
+        for optimizer in self._optimizers:
+            for parameter in _parameters(optimizer):
+                yield parameter
+                state = optimizer.state.get(parameter, {})
+                yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
