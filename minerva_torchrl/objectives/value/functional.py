@@ -7,7 +7,8 @@ All of them are one recursion, backwards in time, over the temporal differences
     \Delta_t = \delta_t + \gamma (1 - done_t) \, c_{t+1} \, \Delta_{t+1}, \qquad
     target_t = q_t + \Delta_t
 
-and differ only in the trace coefficient ``c``:
+and differ only in the trace coefficient ``c``, the ``trace`` of
+:class:`~minerva_torchrl.Retrace`:
 
 ================================  =====================================  =========================
 :func:`retrace_coefficient`       :math:`\lambda \min(1, \pi / \mu)`     safe for any behaviour
@@ -33,6 +34,7 @@ __all__ = [
     "q_lambda_coefficient",
     "retrace_coefficient",
     "retrace_return_estimate",
+    "standardize",
     "tree_backup_coefficient",
     "vec_off_policy_return_estimate",
     "vec_retrace_return_estimate",
@@ -227,6 +229,34 @@ def vec_retrace_return_estimate(
         terminated,
         time_dim=time_dim,
     )
+
+
+# Advantages --------------------------------------------------------------------------------------
+
+
+def standardize(advantage: Tensor, groups: Tensor | None = None, eps: float = 1e-5) -> Tensor:
+    """Shift and scale to mean zero and standard deviation one, within each group if there are any.
+
+    Args:
+        advantage (Tensor): advantages ``[*B, T, 1]``.
+        groups (Tensor, optional): the group of every step, integers ``[*B, T]`` or ``[*B, T, 1]``.
+        eps (float): the least standard deviation to divide by.
+
+    Returns:
+        Advantages of the same shape. One that is alone in its group is zero.
+    """
+    if groups is None:
+        groups = torch.zeros_like(advantage, dtype=torch.long)
+    groups = groups.reshape(advantage.shape)
+    result = torch.zeros_like(advantage)
+    for group in groups.unique():
+        members = advantage[groups == group]
+        scale = members.std(correction=min(1, len(members) - 1)).clamp_min(eps)
+        result = result.masked_scatter(groups == group, (members - members.mean()) / scale)
+    return result
+
+
+# Inside the recursion ----------------------------------------------------------------------------
 
 
 def _decayed(decay: Tensor, later: Tensor) -> Tensor:
