@@ -18,9 +18,21 @@ from torchrl.envs import EnvBase
 
 from minerva_torchrl.objectives.checks import check_count
 
-__all__ = ["Actions", "BatchedEnv", "BoxActions", "Observation", "Simulator", "copy_seeds"]
+__all__ = [
+    "Actions",
+    "BatchedEnv",
+    "BoxActions",
+    "Observation",
+    "ObservationLayout",
+    "Simulator",
+    "copy_seeds",
+]
 
 Observation = Iterable[Any]  # numbers and arrays: always as many, of the same shapes
+
+# The shape of each part of an observation by the keys that lead to it, in the order of the flat
+# observation. The only part of an observation that is an array itself has no keys: ().
+ObservationLayout = dict[tuple[str, ...], tuple[int, ...]]
 
 
 class Simulator(Protocol):
@@ -116,7 +128,7 @@ class BatchedEnv(EnvBase):
         actions (Actions): what they take.
 
     Keyword Args:
-        observation_shapes (sequence of tuples): shapes of an observation's parts.
+        observation_layout (dict): shapes of an observation's parts, by their keys.
         num_envs (int, optional): number of copies, or ``None`` for one without a batch dimension.
         frame_skip (int): simulator steps that an action is repeated for.
         device (torch.device, optional): device of the data.
@@ -129,7 +141,7 @@ class BatchedEnv(EnvBase):
         simulators: Sequence[Simulator],
         actions: Actions,
         *,
-        observation_shapes: Sequence[tuple[int, ...]],
+        observation_layout: ObservationLayout,
         num_envs: int | None,
         frame_skip: int,
         device: torch.device | str | None,
@@ -139,12 +151,11 @@ class BatchedEnv(EnvBase):
         super().__init__(device=device, batch_size=batch_size)
         self.is_closed = False
         self.frame_skip = frame_skip
-        self._simulators, self._actions = simulators, actions
-        count, width = len(simulators), sum(math.prod(shape) for shape in observation_shapes)
+        self.actions, self.observation_layout = actions, observation_layout
+        self._simulators, shapes = simulators, list(observation_layout.values())
+        count, width = len(simulators), sum(math.prod(shape) for shape in shapes)
         self._observation = np.zeros((*batch_size, width), np.float32)
-        self._parts = [
-            _split(row, observation_shapes) for row in self._observation.reshape(count, width)
-        ]
+        self._parts = [_split(row, shapes) for row in self._observation.reshape(count, width)]
         # Done, terminated and truncated. What is done must be reset first, as all must be now.
         self._flags = np.ones((3, *batch_size, 1), bool)
         self._done, self._terminated, self._truncated = self._flags.reshape(3, count)
@@ -155,7 +166,7 @@ class BatchedEnv(EnvBase):
         self.observation_spec = Composite(
             observation=Unbounded((*batch_size, width), **kwargs), shape=batch_size
         )
-        spec = self._actions.spec()
+        spec = self.actions.spec()
         self.action_spec = spec.expand(*batch_size, *spec.shape).to(self.device or "cpu")
         self.reward_spec = Unbounded((*batch_size, 1), **kwargs)
         flag = Binary(1, (*batch_size, 1), dtype=torch.bool, device=self.device)
@@ -180,7 +191,7 @@ class BatchedEnv(EnvBase):
     # Stepping ------------------------------------------------------------------------------------
 
     def _step(self, tensordict: TensorDictBase) -> TensorDict:
-        actions = self._actions.read(tensordict.get("action").detach().cpu().numpy())
+        actions = self.actions.read(tensordict.get("action").detach().cpu().numpy())
         rewards = np.zeros((*self.batch_size, 1), np.float32)
         for i in self._selected(tensordict, "_step"):
             if self._done[i]:

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 from collections.abc import Iterator
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 import gymnasium
@@ -104,12 +107,12 @@ class GymnasiumEnv(BatchedEnv):
         seeds = copy_seeds(seed, num_envs)
         envs = [_make(name, make_kwargs) for _ in seeds]
         actions = _make_actions(envs[0].action_space, categorical_actions)
-        shapes = [box.shape for box in _boxes(envs[0].observation_space)]
+        layout = {keys: box.shape for keys, box in _boxes(envs[0].observation_space)}
         simulators = [_GymnasiumCopy(env, seed) for env, seed in zip(envs, seeds, strict=True)]
         super().__init__(
             simulators,
             actions,
-            observation_shapes=shapes,
+            observation_layout=layout,
             num_envs=num_envs,
             frame_skip=frame_skip,
             device=device,
@@ -120,24 +123,29 @@ class GymnasiumEnv(BatchedEnv):
 # Spaces ------------------------------------------------------------------------------------------
 
 
-def _boxes(space: spaces.Space[Any]) -> Iterator[spaces.Box]:
-    """The boxes that an observation consists of, in order."""
-    if isinstance(space, spaces.Box):
-        yield space
-    elif isinstance(space, spaces.Dict):
-        for part in space.values():
-            yield from _boxes(part)
-    else:
-        raise ValueError(f"observations must be in a Box or in a Dict of Boxes, got {space}.")
-
-
-def _parts(space: spaces.Space[Any], observation: Any) -> Iterator[NDArray[Any]]:
-    """The values of an observation, in the order of :func:`_boxes`."""
+def _boxes(
+    space: spaces.Space[Any], keys: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], spaces.Box]]:
+    """The boxes that an observation consists of, in order, and the keys that lead to them."""
     if isinstance(space, spaces.Dict):
         for key, part in space.items():
-            yield from _parts(part, observation[key])
+            yield from _boxes(part, (*keys, key))
+    elif not isinstance(space, spaces.Box):
+        raise ValueError(f"observations must be in a Box or in a Dict of Boxes, got {space}.")
+    elif _is_image(space):
+        raise ValueError(f"observations are images, and there is no network for them yet: {space}.")
     else:
-        yield observation
+        yield keys, space
+
+
+def _is_image(box: spaces.Box) -> bool:
+    """Whether a box has two of an image's three marks: bytes, channels, 32 x 32 pixels or more.
+
+    Flattened or grey images have lost the channels, scaled ones the bytes. What has one mark only
+    may be a board, or the memory of a game console.
+    """
+    marks = (box.dtype == np.uint8, len(box.shape) >= 3, math.prod(box.shape) >= 32 * 32)
+    return sum(marks) >= 2
 
 
 def _make_actions(space: spaces.Space[Any], categorical: bool) -> Actions:
@@ -189,7 +197,7 @@ class _GymnasiumCopy:
             self.wrappers.append(env)
             env = env.env
         self.step_limit = self.env.spec.max_episode_steps if self.env.spec else None
-        self.is_flat = isinstance(self.env.observation_space, spaces.Box)
+        self.parts = [keys for keys, _ in _boxes(self.env.observation_space)]
         self.has_physics = isinstance(getattr(env, "model", None), mujoco.MjModel)
         self.renderer: Any = getattr(env, "mujoco_renderer", None)  # has no viewer at first
         # Classes of others may have state that is not known here.
@@ -200,7 +208,7 @@ class _GymnasiumCopy:
         )
 
     def _observation(self, observation: Any) -> Observation:
-        return (observation,) if self.is_flat else _parts(self.env.observation_space, observation)
+        return [reduce(getitem, keys, observation) for keys in self.parts]
 
     def reset(self) -> Observation:
         observation, _ = self.env.reset(seed=self.first_seed)

@@ -17,7 +17,13 @@ from numpy.typing import NDArray
 from minerva_torchrl.envs._mujoco import get_physics_state, set_physics_state
 from minerva_torchrl.envs._names import unknown_name
 from minerva_torchrl.envs._opengl import OPENGL_ADVICE, check_screen, no_opengl
-from minerva_torchrl.envs.batched import BatchedEnv, BoxActions, Observation, copy_seeds
+from minerva_torchrl.envs.batched import (
+    BatchedEnv,
+    BoxActions,
+    Observation,
+    ObservationLayout,
+    copy_seeds,
+)
 
 # OSMesa would draw in a thread of its own. When Python ends, that is gone before DM Control frees
 # what it holds there, and tracebacks follow. The other backends have no such thread anyway.
@@ -95,7 +101,7 @@ class SuiteEnv(BatchedEnv):
         super().__init__(
             simulators,
             _make_actions(simulators[0].env),
-            observation_shapes=simulators[0].observation_shapes,
+            observation_layout=simulators[0].observation_layout,
             num_envs=num_envs,
             frame_skip=frame_skip,
             device=device,
@@ -132,7 +138,9 @@ class _SuiteTask:
                 f"OpenGL, {OPENGL_ADVICE}."
             ) from error
         self.env.task.random.set_state(random)
-        self.observation_shapes = [np.shape(part) for part in observation.values()]
+        self.observation_layout: ObservationLayout = {
+            (name,): np.shape(part) for name, part in observation.items()
+        }
 
     @property
     def step_limit(self) -> int | None:

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
+from numpy.typing import NDArray
 from tensordict.nn import ProbabilisticTensorDictSequential
 from torchrl.envs import TransformedEnv
 
@@ -17,6 +20,7 @@ from minerva_torchrl.runs.assemble import (
 )
 from minerva_torchrl.runs.checkpoints import Checkpoint, CheckpointError, open_checkpoint
 from minerva_torchrl.runs.config import RunConfig
+from minerva_torchrl.runs.policy import DeployedPolicy
 from minerva_torchrl.runs.settings import load_config
 from minerva_torchrl.runs.snapshot import restore_model
 
@@ -25,7 +29,11 @@ __all__ = ["TrainedPolicy", "load_policy"]
 
 @dataclass(frozen=True)
 class TrainedPolicy:
-    """A policy, and what it was trained with."""
+    """A policy, and what it was trained with.
+
+    :meth:`predict` acts in the bare environment, and :meth:`export` writes a file that does;
+    ``actor`` acts in TorchRL environments from :meth:`make_env`.
+    """
 
     config: RunConfig
     checkpoint: Checkpoint
@@ -50,6 +58,22 @@ class TrainedPolicy:
         seed = self.evaluation_seed if seed is None else seed
         settings = replace(self.config.eval, episodes=episodes, seed=seed, video=video)
         return make_evaluation_env(replace(self.config, eval=settings), self._training_env)
+
+    @cached_property
+    def deployed(self) -> DeployedPolicy:
+        """The policy with normalisation and action bounds inside, as a module of torch."""
+        return DeployedPolicy(self.actor, self._training_env)
+
+    def predict(self, observation: Any, *, deterministic: bool = True) -> NDArray[Any]:
+        """Actions as the bare environment takes them, see :meth:`DeployedPolicy.predict`.
+
+        In training each action was repeated ``config.env.frame_skip`` times.
+        """
+        return self.deployed.predict(observation, deterministic=deterministic)
+
+    def export(self, path: Path | str) -> None:
+        """Write the policy to a file ``.pt2`` or ``.onnx``, see :meth:`DeployedPolicy.export`."""
+        self.deployed.export(path)
 
 
 def load_policy(path: Path | str, *, name: str = "last") -> TrainedPolicy:

@@ -11,7 +11,7 @@ from torchrl.collectors import Collector
 from torchrl.data import Bounded, Categorical, OneHot, Unbounded
 from torchrl.envs import EnvCreator, TransformedEnv, check_env_specs
 
-from minerva_torchrl.envs import GymnasiumEnv
+from minerva_torchrl.envs import GymnasiumEnv, make_env
 from tests.envs.play import (
     assert_goes_on_exactly,
     assert_same,
@@ -20,6 +20,7 @@ from tests.envs.play import (
     random_actions,
     stack_reference,
 )
+from tests.envs.recorder import Recorder, registered_recorder
 from tests.envs.scripted import save_and_load
 
 
@@ -50,34 +51,13 @@ def play_gymnasium(name: str, seed: int, actions: np.ndarray, frame_skip: int = 
     return stack_reference(reset, step, actions)
 
 
-class Recorder(gymnasium.Env):
-    """Has the spaces it is given, keeps the actions and draws its observations."""
-
-    def __init__(self, observation_space: spaces.Space, action_space: spaces.Space) -> None:
-        self.observation_space, self.action_space = observation_space, action_space
-        self.actions: list = []
-
-    def draw(self):
-        self.observation_space.seed(int(self.np_random.integers(2**31)))
-        return self.observation_space.sample()
-
-    def reset(self, *, seed: int | None = None, options: dict | None = None):
-        super().reset(seed=seed)
-        return self.draw(), {}
-
-    def step(self, action):
-        self.actions.append(action)
-        return self.draw(), 1.0, False, False, {}
-
-
 BOX = spaces.Box(-1.0, 1.0, (2,))
 
 
 @pytest.fixture(autouse=True)
 def recorder() -> Iterator[None]:
-    gymnasium.register("Recorder-v0", Recorder)
-    yield
-    del gymnasium.registry["Recorder-v0"]
+    with registered_recorder():
+        yield
 
 
 def make_recorder(observations: spaces.Space = BOX, actions: spaces.Space = BOX, **kwargs):
@@ -238,6 +218,40 @@ def test_discrete_actions(categorical: bool) -> None:
 def test_other_spaces_are_refused(kwargs: dict, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make_recorder(**kwargs)
+
+
+@pytest.mark.parametrize(
+    "image",
+    [
+        spaces.Box(0, 255, (96, 96, 3), np.uint8),
+        spaces.Box(0, 255, (7, 7, 3), np.uint8),
+        spaces.Box(0, 255, (84, 84), np.uint8),  # grey
+        spaces.Box(0, 255, (96 * 96 * 3,), np.uint8),  # flattened
+        spaces.Box(0.0, 1.0, (4, 84, 84)),  # scaled
+    ],
+)
+def test_images_are_refused(image: spaces.Box) -> None:
+    message = (
+        rf"observations are images, and there is no network for them yet: Box\(.*{image.dtype}"
+    )
+    with pytest.raises(ValueError, match=message):
+        make_recorder(image)
+    with pytest.raises(ValueError, match=message):
+        make_env("gym:Recorder-v0", observation_space=spaces.Dict(a=BOX, b=image), action_space=BOX)
+
+
+@pytest.mark.parametrize(
+    "vector",
+    [
+        spaces.Box(0, 255, (128,), np.uint8),  # the memory of a game console
+        spaces.Box(0, 2, (3, 3), np.uint8),  # a board
+        spaces.Box(-1.0, 1.0, (2000,)),
+        spaces.Box(-1.0, 1.0, (2, 2, 2)),
+    ],
+)
+def test_what_is_no_image_is_not_refused(vector: spaces.Box) -> None:
+    observation = make_recorder(vector).reset()["observation"]
+    assert observation.shape == (np.prod(vector.shape),)
 
 
 # Seeds -------------------------------------------------------------------------------------------

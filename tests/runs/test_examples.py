@@ -251,6 +251,33 @@ def test_help_of_the_evaluation(capsys: pytest.CaptureFixture[str]) -> None:
     assert "--checkpoint" in capsys.readouterr().out
 
 
+# Exporting ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("file", ["policy.pt2", "policy.onnx"])
+def test_exports(
+    trained: Path, file: str, workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if file.endswith(".onnx"):
+        for package in ("onnx", "onnxscript", "onnxruntime"):
+            pytest.importorskip(package)
+    before = content(trained)
+    assert run_script("export.py", str(trained), file, "--checkpoint", "best") == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("ppo gym:Pendulum-v1 at ")
+    assert lines[1] == f"written to {file}"
+    assert len(lines) == 3
+    assert [path.name for path in workplace.iterdir()] == [file]
+    assert content(trained) == before
+
+
+def test_wrong_arguments_of_the_export(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run_script("export.py", str(trained), "policy.pt") == 2
+    assert "file must end in .pt2 or .onnx, got policy.pt" in capsys.readouterr().err
+    assert run_script("export.py", "nothing", "policy.pt2") == 1
+    assert capsys.readouterr().err.startswith("error: ")
+
+
 def test_the_minimal_example(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_script("mpo_minimal.py", "200") == 0
     assert "without exploration: return" in capsys.readouterr().out

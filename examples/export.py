@@ -1,0 +1,60 @@
+"""Write the policy of a run to a file that needs nothing of this package, and use the file.
+
+    python examples/export.py runs/... policy.pt2
+    python examples/export.py runs/... policy.onnx --checkpoint best
+
+policy.onnx needs `pip install "minerva_torchrl[export]"`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+
+from minerva_torchrl.runs import CheckpointError, ConfigError, load_policy
+
+
+def load_file(path: Path) -> Callable[[np.ndarray], np.ndarray]:
+    """What a robot or a server does with the file: observations [N, O] in, actions out."""
+    if path.suffix == ".onnx":
+        import onnxruntime
+
+        session: Any = onnxruntime.InferenceSession(path)
+        return lambda observations: session.run(["action"], {"observation": observations})[0]
+    module = torch.export.load(path).module()
+    return lambda observations: module(torch.from_numpy(observations)).numpy()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("run", help="folder of a run, or of one of its checkpoints")
+    parser.add_argument("file", type=Path, help="where to, with the ending .pt2 or .onnx")
+    parser.add_argument("--checkpoint", choices=("last", "best"), default="last")
+    args = parser.parse_args()
+    if args.file.suffix not in (".pt2", ".onnx"):
+        parser.error(f"file must end in .pt2 or .onnx, got {args.file}")
+
+    policy = load_policy(args.run, name=args.checkpoint)
+    policy.export(args.file)
+    print(f"{policy.config.algo} {policy.config.env.name} at {policy.checkpoint.frames:,} frames")
+    print(f"written to {args.file}")
+
+    # The file takes what the simulator gives, and gives what the simulator takes.
+    act = load_file(args.file)
+    observations = policy.make_env(episodes=3).base_env.reset()["observation"].numpy()
+    actions = act(observations)
+    np.testing.assert_allclose(actions, policy.predict(observations), rtol=1e-4, atol=1e-5)
+    print(f"actions at the beginning of three episodes: {actions.tolist()}")
+
+
+if __name__ == "__main__":
+    try:
+        main()
+    except (CheckpointError, ConfigError, ImportError) as error:
+        sys.exit(f"error: {error}")
