@@ -29,11 +29,13 @@ MAIN_OBJECTIVE = "value"
 class DualLossModule(LossModule):
     """A loss with temperatures and constraints, masked reductions and checked inputs.
 
-    Subclasses fill ``temperatures`` and ``constraints`` through :meth:`_add_temperature` and
-    :meth:`_add_constraints`, list their inputs in :meth:`_set_in_keys` and name their outputs in
-    ``_loss_keys`` and ``_metric_keys``.
+    Subclasses fill ``temperatures`` (by objective) and ``constraints`` (by divergence) through
+    :meth:`_add_temperature` and :meth:`_add_constraints`, list their inputs in
+    :meth:`_set_in_keys` and name their outputs in ``_loss_keys`` and ``_metric_keys``.
     """
 
+    duals: nn.ModuleDict
+    """All dual variables, by the names of their values among the metrics."""
     SUPPORTED_VALUE_ESTIMATORS: tuple[Any, ...]
 
     actor_network: ProbabilisticTensorDictSequential
@@ -71,11 +73,9 @@ class DualLossModule(LossModule):
             scalar_output_mode = "exclude"
         self.use_prioritized_weights = use_prioritized_weights
         self.scalar_output_mode = scalar_output_mode
-        self.temperatures = nn.ModuleDict()
-        self.constraints = nn.ModuleDict()
-        # Every dual, and the dual behind every bound, by the name that users know it by.
-        self._duals: dict[str, DualVariable] = {}
-        self._bounds: dict[str, Temperature | Constraint] = {}
+        self.temperatures: dict[str, Temperature] = {}
+        self.constraints: dict[str, Constraint] = {}
+        self._bounds: dict[str, Temperature | Constraint] = {}  # by the name of the bound
         self.register_load_state_dict_pre_hook(_upgrade_before_loading)
 
     # Dual variables ------------------------------------------------------------------------------
@@ -87,8 +87,9 @@ class DualLossModule(LossModule):
         bound = "epsilon" if main else f"epsilon_{name}"
         check_positive(f"init_{alias}", init)
         check_positive(bound, epsilon)
-        temperature = Temperature(init, epsilon, solved=solved).to(self._default_device)
-        self.temperatures[name] = self._duals[alias] = self._bounds[bound] = temperature
+        temperature = Temperature(init, epsilon, solved=solved)
+        self.temperatures[name] = temperature
+        self._register_dual(alias, bound, temperature)
 
     def _add_constraints(
         self,
@@ -118,18 +119,20 @@ class DualLossModule(LossModule):
             )
             check_positive(f"epsilon_{name}", epsilon)
             check_positive(f"init_alpha_{name}", init)
-            constraint = Constraint(init, epsilon, shape).to(self._default_device)
-            self.constraints[name] = constraint
-            self._duals[f"alpha_{name}"] = self._bounds[f"epsilon_{name}"] = constraint
+            self.constraints[name] = Constraint(init, epsilon, shape)
+            self._register_dual(f"alpha_{name}", f"epsilon_{name}", self.constraints[name])
+
+    def _register_dual(self, name: str, bound: str, dual: Temperature | Constraint) -> None:
+        if "duals" not in self._modules:  # only now: the networks' parameters come first
+            self.duals = nn.ModuleDict()
+        self.duals[name] = self._bounds[bound] = dual.to(self._default_device)
 
     def __getattr__(self, name: str) -> Any:
         """Duals and bounds by name: ``loss.alpha_mean``, ``loss.epsilon_mean``."""
-        known = self.__dict__
-        if name in known.get("_duals", ()):
-            return known["_duals"][name]
-        if name in known.get("_bounds", ()):
-            return known["_bounds"][name].epsilon
-        return super().__getattr__(name)
+        duals, bounds = self.__dict__["_modules"].get("duals", ()), self.__dict__.get("_bounds", ())
+        if name in duals:
+            return duals[name]
+        return bounds[name].epsilon if name in bounds else super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Bounds can be scheduled: ``loss.epsilon_mean = 1e-3``."""
@@ -142,12 +145,11 @@ class DualLossModule(LossModule):
 
     def dual_variables(self) -> Iterator[DualVariable]:
         """The temperatures and multipliers of this loss."""
-        first, *others = self.temperatures.values()
-        yield from (first, *self.constraints.values(), *others)
+        yield from self.duals.values()
 
     def dual_values(self) -> dict[str, Tensor]:
         """Present values of the dual variables, means over dimensions, 0-d and detached."""
-        return {name: dual().detach().mean() for name, dual in self._duals.items()}
+        return {name: dual().detach().mean() for name, dual in self.duals.items()}
 
     def dual_parameters(self) -> list[nn.Parameter]:
         """The learnable parameters of the dual variables, for an optimiser."""
@@ -200,7 +202,7 @@ class DualLossModule(LossModule):
 
     @property
     def _dual_loss_keys(self) -> tuple[str, ...]:
-        return tuple(f"loss_{name}" for name in self._duals)
+        return tuple(f"loss_{name}" for name in self.duals)
 
     def _set_in_keys(self) -> None:
         raise NotImplementedError
@@ -347,18 +349,10 @@ class DualLossModule(LossModule):
         Args:
             state_dict (mapping): what ``state_dict()`` of such a loss returned.
         """
-        renamed = {
-            f"{alias}.raw": f"{name}.raw"
-            for alias, dual in self._duals.items()
-            for name, module in self.named_modules()
-            if module is dual
-        }
-        renamed |= {
-            bound: f"{name}.epsilon"
-            for bound, dual in self._bounds.items()
-            for name, module in self.named_modules()
-            if module is dual
-        }
+        renamed = {f"{name}.raw": f"duals.{name}.raw" for name in self.duals}
+        for name, dual in self.duals.items():
+            bounds = (bound for bound, of_dual in self._bounds.items() if of_dual is dual)
+            renamed |= {bound: f"duals.{name}.epsilon" for bound in bounds}
         return {renamed.get(key, key): value for key, value in state_dict.items()}
 
 

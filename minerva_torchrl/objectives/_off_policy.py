@@ -282,6 +282,12 @@ class OffPolicyLoss(DualLossModule):
         target = estimator.value_estimate(tensordict, next_value=next_value, **given)
         return target.squeeze(-2) if single_steps else target
 
+    def _with_target(self, tensordict: TensorDictBase, next_value: Tensor) -> TensorDictBase:
+        """The steps that are trained on, with the critic's target as ``value_target``."""
+        target = self._train_steps(self._value_target(tensordict, next_value), tensordict)
+        data = self._train_steps(tensordict, tensordict).copy()
+        return data.set(self.tensor_keys.value_target, target)
+
     def _cut_at_padding(self, tensordict: TensorDictBase) -> TensorDictBase:
         """Let no trace run from a valid step into the padding behind it."""
         valid, dim = self._valid_mask(tensordict), time_dim(tensordict)

@@ -299,7 +299,7 @@ class MPOLoss(OffPolicyLoss):
             *(key.format(name) for name in self.constraints for key in ("kl_{}", "kl_{}_rel")),
             *self.policy.metric_keys,
             *("pred_value", "target_value"),
-            *self._duals,
+            *self.duals,
         )
 
     # The whole update in one call ----------------------------------------------------------------
@@ -383,11 +383,7 @@ class MPOLoss(OffPolicyLoss):
             mask=mask,
             batch_size=mask.shape,
         )
-        target = self._value_target(tensordict, next_value)
-        data = self._train_steps(tensordict, tensordict).copy()
-        data.set(self.tensor_keys.value_target, self._train_steps(target, tensordict))
-        data.set("e_step", e_step)
-        return data, metrics
+        return self._with_target(tensordict, next_value).set("e_step", e_step), metrics
 
     def qvalue_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss of the critic, and its metrics with the ``td_error`` of each step.
@@ -395,7 +391,11 @@ class MPOLoss(OffPolicyLoss):
         Args:
             tensordict (TensorDictBase): as in :meth:`forward`, or what :meth:`e_step` returned.
         """
-        loss, metrics = self._qvalue_loss(self._with_e_step(tensordict)[0])
+        data = tensordict
+        if data.get("e_step", None) is None:  # the target is all that is needed of it
+            self._check_input(tensordict)
+            data = self._with_target(tensordict, self._sample_next_states(tensordict)[-1])
+        loss, metrics = self._qvalue_loss(data)
         self.set_priority(tensordict, metrics["td_error"])
         return loss, metrics
 
@@ -469,7 +469,7 @@ class MPOLoss(OffPolicyLoss):
             _, of_states[constraint] = constraint.losses(divergences[name])
         return {
             f"loss_{name}": self._reduce_states(of_states[dual], data)
-            for name, dual in self._duals.items()
+            for name, dual in self.duals.items()
         }
 
     def _reduce_states(self, loss: Tensor, data: TensorDictBase) -> Tensor:
@@ -487,10 +487,7 @@ class MPOLoss(OffPolicyLoss):
 
     def _sample_states(self, tensordict: TensorDictBase) -> tuple[Tensor, TensorDictBase, Tensor]:
         """Value of the next states, and samples and mask at the states of the policy loss."""
-        next_states, not_terminal = self._next_states(tensordict)
-        at_next = self._sample(next_states, self.num_value_samples or self.num_action_samples)
-        next_value = at_next.get("expected_value").unsqueeze(-1)
-
+        next_states, not_terminal, at_next, next_value = self._sample_next_states(tensordict)
         valid = self._valid_mask(tensordict)
         current_mask = torch.ones_like(not_terminal) if valid is None else valid
         current_mask, next_mask = (
@@ -511,6 +508,15 @@ class MPOLoss(OffPolicyLoss):
         both = torch.stack([at_current, at_next], at_current.ndim)
         return next_value, both, torch.stack([current_mask, next_mask], -1)
 
+    def _sample_next_states(
+        self, tensordict: TensorDictBase
+    ) -> tuple[TensorDictBase, Tensor, TensorDict, Tensor]:
+        """Next states, where they are not terminal, samples at them, and their expected value."""
+        next_states, not_terminal = self._next_states(tensordict)
+        at_next = self._sample(next_states, self.num_value_samples or self.num_action_samples)
+        return next_states, not_terminal, at_next, at_next.get("expected_value").unsqueeze(-1)
+
+    @torch.no_grad()
     def _sample(self, states: TensorDictBase, num_samples: int) -> TensorDict:
         """Candidates of the target policy at states ``[*B]``, and what each objective says."""
         dist = self._dist(states, self.target_actor_network_params)

@@ -250,7 +250,7 @@ class VMPOLoss(OnPolicyLoss):
             *(key.format(name) for name in self.constraints for key in names),
             *("explained_variance", "value_mean", "value_std"),
             *("value_target_mean", "value_target_std"),
-            *self._duals,
+            *self.duals,
         )
 
     def _set_in_keys(self) -> None:

@@ -201,7 +201,7 @@ class TestMPOEStep:
             loss = self.problem_with_values(offset).loss
             loss.policy._draw_noise = InjectedNoise(*noise)
             output = loss(data)
-            gradient = gradients(loss, output["loss_temperature"])["temperature.raw"]
+            gradient = gradients(loss, output["loss_temperature"])["duals.temperature.raw"]
             results.append((output["loss_actor"], gradient, output["ess"], output["q_mean"]))
         assert results[1][3] - results[0][3] == pytest.approx(100.0)
         for before, after in zip(results[0][:3], results[1][:3], strict=True):
@@ -216,7 +216,7 @@ class TestMPOEStep:
         output = loss(make_data(9))
         assert output["ess"].item() == pytest.approx(NUM_SAMPLES)
         assert output["kl_q_rel"].item() == pytest.approx(0.0, abs=1e-12)
-        gradient = gradients(loss, output["loss_temperature"])["temperature.raw"]
+        gradient = gradients(loss, output["loss_temperature"])["duals.temperature.raw"]
         slope = torch.sigmoid(loss.temperature.raw)  # of softplus
         assert (gradient / slope).item() == pytest.approx(0.1)
 
@@ -224,7 +224,7 @@ class TestMPOEStep:
         """dL/deta = epsilon - KL(w || uniform)."""
         loss = Problem(init_temperature=0.2).loss
         output = loss(make_data(9))
-        gradient = gradients(loss, output["loss_temperature"])["temperature.raw"]
+        gradient = gradients(loss, output["loss_temperature"])["duals.temperature.raw"]
         slope = torch.sigmoid(loss.temperature.raw)
         expected = 0.1 * (1 - output["kl_q_rel"])
         torch.testing.assert_close(gradient / slope, expected)
@@ -362,7 +362,7 @@ class TestMPOMStep:
         for bound, sign in ((1e3, 1), (1e-9, -1)):
             loss = Problem(per_dim_constraining=per_dim, **{f"epsilon_{name}": bound}).loss
             gradient = gradients(loss, loss(make_data(9))[f"loss_alpha_{name}"])
-            gradient = gradient[f"alpha_{name}.raw"]
+            gradient = gradient[f"duals.alpha_{name}.raw"]
             assert gradient.shape == ((ACTION_DIM,) if per_dim else ())
             assert (gradient.sign() == sign).all()
 
