@@ -145,7 +145,9 @@ class DualLossModule(LossModule):
 
     def dual_variables(self) -> Iterator[DualVariable]:
         """The temperatures and multipliers of this loss."""
-        yield from self.duals.values()
+        for dual in self.duals.values():
+            assert isinstance(dual, DualVariable)
+            yield dual
 
     def dual_values(self) -> dict[str, Tensor]:
         """Present values of the dual variables, means over dimensions, 0-d and detached."""
@@ -352,7 +354,7 @@ class DualLossModule(LossModule):
         renamed = {f"{name}.raw": f"duals.{name}.raw" for name in self.duals}
         for name, dual in self.duals.items():
             bounds = (bound for bound, of_dual in self._bounds.items() if of_dual is dual)
-            renamed |= {bound: f"duals.{name}.epsilon" for bound in bounds}
+            renamed |= dict.fromkeys(bounds, f"duals.{name}.epsilon")
         return {renamed.get(key, key): value for key, value in state_dict.items()}
 
 

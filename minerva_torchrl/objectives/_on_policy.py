@@ -92,9 +92,7 @@ class OnPolicyLoss(DualLossModule):
             )
         check_positive("critic_coeff", critic_coeff)
         check_choice("loss_critic_type", loss_critic_type, ("l2", "l1", "smooth_l1"))
-        if clip_value is False:
-            clip_value = None
-        if clip_value is not None:
+        if clip_value is not None and clip_value is not False:
             check_positive("clip_value", clip_value)
         super().__init__(
             reduction=reduction,
@@ -105,7 +103,7 @@ class OnPolicyLoss(DualLossModule):
         self.delay_actor = delay_actor
         self.separate_losses = separate_losses
         self.loss_critic_type = loss_critic_type
-        self.clip_value = clip_value
+        self.clip_value = None if clip_value is None or clip_value is False else float(clip_value)
         self.convert_to_functional(actor_network, "actor_network", create_target_params=delay_actor)
         shared = list(actor_network.parameters()) if separate_losses else None
         self.convert_to_functional(critic_network, "critic_network", compare_against=shared)
@@ -154,9 +152,7 @@ class OnPolicyLoss(DualLossModule):
     def _critic_value(self, tensordict: TensorDictBase) -> Tensor:
         """Present value of each state, ``[*B, 1]``."""
         inputs = tensordict.select(*self.critic_network.in_keys)
-        with self.critic_network_params.to_module(
-            self.critic_network, preserve_module_state=False
-        ):
+        with self.critic_network_params.to_module(self.critic_network, preserve_module_state=False):
             value = self.critic_network(inputs).get(self.tensor_keys.value)
         shape = (*tensordict.shape, 1)
         if value.shape != shape:
@@ -178,7 +174,7 @@ class OnPolicyLoss(DualLossModule):
             old_value = tensordict.get(keys.value)
         target, value, old_value = self._critic_loss_inputs(target, value, old_value)
         loss = distance_loss(value, target, self.loss_critic_type)
-        if old_value is not None:
+        if old_value is not None and self.clip_value is not None:
             clipped = old_value + (value - old_value).clamp(-self.clip_value, self.clip_value)
             loss = torch.maximum(loss, distance_loss(clipped, target, self.loss_critic_type))
         return self._reduce(self.critic_coeff * loss.squeeze(-1), mask)

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
-from tensordict import TensorDict, TensorDictBase, tensorclass
+from tensordict import TensorClass, TensorDict, TensorDictBase
 from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModule, dispatch
-from torch import Tensor
+from torch import Tensor, nn
 from torch import distributions as D
 from torchrl.data.tensor_specs import TensorSpec
 from torchrl.objectives.utils import distance_loss
@@ -25,8 +25,7 @@ __all__ = ["MPOEStep", "MPOLoss"]
 _CONSTRAINTS = {"mean": (2.5e-3, 1.0), "stddev": (1e-6, 1000.0), "policy": (2.5e-3, 1.0)}
 
 
-@tensorclass
-class MPOEStep:
+class MPOEStep(TensorClass):
     """What the target networks say of the states of the policy loss, ``[*S]``.
 
     ``*S`` is ``[*B]``, or ``[*B, 2]`` if the policy is trained at current and next states.
@@ -357,7 +356,9 @@ class MPOLoss(OffPolicyLoss):
         self._check_input(tensordict)
         next_value, samples, mask = self._sample_states(tensordict)
         scores, log_prior = samples.get("scores"), samples.get("log_prior", None)
-        duals, metrics, total_weights = {}, {}, 0.0
+        duals: dict[str, TensorDict] = {}
+        metrics: dict[str, Tensor] = {}
+        total_weights = torch.zeros_like(scores.get(MAIN_OBJECTIVE))
         for name, temperature in self.temperatures.items():
             score = scores.get(name)
             if temperature.solved:
@@ -461,12 +462,12 @@ class MPOLoss(OffPolicyLoss):
     def _dual_losses(
         self, data: TensorDictBase, divergences: dict[str, Tensor]
     ) -> dict[str, Tensor]:
-        of_states = {}
+        of_states: dict[nn.Module, Tensor] = {}
         for name, temperature in self.temperatures.items():
             dual = data.get(("e_step", "duals", name))
             of_states[temperature] = temperature.loss(dual.get("dual"), dual.get("kl"))
         for name, constraint in self.constraints.items():
-            _, of_states[constraint] = constraint.losses(divergences[name])
+            of_states[constraint] = constraint.losses(divergences[name])[1]
         return {
             f"loss_{name}": self._reduce_states(of_states[dual], data)
             for name, dual in self.duals.items()

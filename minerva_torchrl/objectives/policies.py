@@ -183,7 +183,7 @@ class DiagonalGaussian(PolicyFamily):
         )
 
     def candidates(self, dist: D.Distribution, num_samples: int) -> Candidates:
-        """Samples :math:`a = \\mu + \\sigma z` with their draws ``z``."""
+        r"""Samples :math:`a = \mu + \sigma z` with their draws ``z``."""
         policy = self.describe(dist)
         loc, scale = policy.get("loc"), policy.get("scale")
         noise = self._draw_noise(num_samples, loc)
@@ -197,7 +197,7 @@ class DiagonalGaussian(PolicyFamily):
         """Standard-normal draws, ``[N, *B, D]``."""
         return torch.randn(num_samples, *like.shape, dtype=like.dtype, device=like.device)
 
-    def _from_raw(self, dist: D.Distribution, raw_action: Tensor) -> Tensor:
+    def _from_raw(self, dist: Any, raw_action: Tensor) -> Tensor:
         return raw_action
 
     def statistics(self, basis: Mapping[str, Any], weights: Tensor) -> TensorDict:
@@ -310,7 +310,7 @@ class TanhGaussian(DiagonalGaussian):
     Candidates are scored before the tanh, where they are Gaussian and nothing has to be inverted.
     """
 
-    def _from_raw(self, dist: D.Distribution, raw_action: Tensor) -> Tensor:
+    def _from_raw(self, dist: Any, raw_action: Tensor) -> Tensor:
         return dist.transforms[0](raw_action)
 
     @property
@@ -439,7 +439,7 @@ def policy_family(
 _ONE_HOT = (D.OneHotCategorical, OneHotCategorical)
 
 
-def leaf_distribution(dist: D.Distribution) -> D.Distribution:
+def leaf_distribution(dist: D.Distribution) -> Any:
     """The distribution itself, or the only one inside a ``CompositeDistribution``."""
     if isinstance(dist, CompositeDistribution):
         (dist,) = dist.dists.values()

@@ -6,10 +6,9 @@ import warnings
 from typing import Literal
 
 import torch
-from tensordict import NestedKey, TensorDict, TensorDictBase, tensorclass, unravel_key
+from tensordict import NestedKey, TensorClass, TensorDict, TensorDictBase, unravel_key
 from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModule, dispatch
-from torch import Tensor
-from torch import distributed
+from torch import Tensor, distributed
 from torch import distributions as D
 from torch.compiler import is_compiling
 from torchrl.data.tensor_specs import TensorSpec
@@ -26,8 +25,7 @@ __all__ = ["VMPOEStep", "VMPOLoss"]
 _CONSTRAINTS = {"mean": (1e-2, 1.0), "stddev": (1e-5, 1.0), "policy": (1e-2, 5.0)}
 
 
-@tensorclass
-class VMPOEStep:
+class VMPOEStep(TensorClass):
     """The weighted samples of a batch, ``[*B]``; fixed while policy and critic take their steps."""
 
     policy_weight: Tensor
@@ -454,9 +452,7 @@ class VMPOLoss(OnPolicyLoss):
             loss = loss + _weighted(e_step.kl_weight, penalty)
         return self._reduce(loss, e_step.mask)
 
-    def _dual_losses(
-        self, e_step: VMPOEStep, divergences: dict[str, Tensor]
-    ) -> dict[str, Tensor]:
+    def _dual_losses(self, e_step: VMPOEStep, divergences: dict[str, Tensor]) -> dict[str, Tensor]:
         temperature = self.temperatures[MAIN_OBJECTIVE]
         losses = {"loss_temperature": self._mean(temperature.loss(e_step.dual, e_step.kl))}
         for name, constraint in self.constraints.items():

@@ -101,7 +101,6 @@ from minerva_torchrl.trainers._config_parts import (
 )
 from minerva_torchrl.trainers.hooks import weights_to_collector
 from minerva_torchrl.trainers.mpo import MPOOptimizationStepper, MPOTrainer
-
 from minerva_torchrl.trainers.vmpo import VMPOOptimizationStepper, VMPOTrainer
 
 __all__ = [

@@ -6,16 +6,15 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
-from tensordict import TensorDictBase
+import torch
+from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
+from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torchrl.collectors import BaseCollector
 from torchrl.objectives import ClipPPOLoss
 from torchrl.trainers import Trainer, TrainerHookBase
 
-import torch
-from tensordict import TensorDict
-from torch.optim import Optimizer
 from minerva_torchrl.objectives.checks import check_count, check_positive
 from minerva_torchrl.objectives.clip_ppo import DirectClipPPOLoss
 from minerva_torchrl.objectives.ppo import estimate_advantage, ppo_kl_k3

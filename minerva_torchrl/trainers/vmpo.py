@@ -31,11 +31,11 @@ __all__ = ["VMPOOptimizationStepper", "VMPOTrainer"]
 class VMPOOptimizationStepper(GuardedStepper):
     r"""One update of V-MPO: an E-step, and several steps of policy, critic and multipliers on it.
 
-    Each of the ``num_policy_steps`` steps evaluates all losses at once, back-propagates their sum by
-    one backward pass, and steps the optimisers; then the multipliers are projected. A temperature
-    that is learned takes one step, with the first of them; a solved one is set by the E-step
-    itself. With ``dual_order="dual_first"`` every step moves the multipliers before it evaluates
-    the policy's loss, which takes a backward pass of its own.
+    Each of the ``num_policy_steps`` steps evaluates all losses at once, back-propagates their sum
+    in one backward pass, and steps the optimisers; then the multipliers are projected. A
+    temperature that is learned takes one step, with the first of them; a solved one is set by the
+    E-step itself. With ``dual_order="dual_first"`` every step moves the multipliers before it
+    evaluates the policy's loss, which takes a backward pass of its own.
 
     A step sees the whole batch, or a minibatch of it. Many small steps let policy and
     critic follow what is different from state to state; few large ones mostly move what all states
