@@ -259,7 +259,17 @@ class DualLossModule(LossModule):
                 f"It has {present}. Other names can be given with set_keys(...)."
             )
 
-    # Policy --------------------------------------------------------------------------------------
+    # The update in parts -------------------------------------------------------------------------
+
+    def e_step(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, dict[str, Tensor]]:
+        """The batch with what the E-step found as its entry ``e_step``, and 0-d metrics."""
+        raise NotImplementedError
+
+    def _with_e_step(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, dict[str, Tensor]]:
+        """A batch that has its E-step as it is, any other with one."""
+        if tensordict.get("e_step", None) is not None:
+            return tensordict, {}
+        return self.e_step(tensordict)
 
     def _dist(self, states: TensorDictBase, params: TensorDictParams) -> D.Distribution:
         """The policy with some parameters at some states."""
@@ -332,15 +342,22 @@ class DualLossModule(LossModule):
         return torch.cat(parts, dim)
 
     def _output(
-        self, losses: dict[str, Tensor], metrics: dict[str, Tensor], batch_size: torch.Size
+        self,
+        losses: dict[str, Tensor],
+        metrics: dict[str, Tensor],
+        tensordict: TensorDictBase,
+        batch_size: torch.Size,
     ) -> TensorDict:
-        """The TensorDict that ``forward`` returns."""
+        """What ``forward`` returns for a batch, with unreduced losses of the given shape."""
         if self.reduction != "none":
-            return TensorDict({**losses, **metrics}, batch_size=[])
-        output = TensorDict(losses, batch_size=batch_size)
-        if self.scalar_output_mode == "non_tensor":
-            for name, value in metrics.items():
-                output.set_non_tensor(name, value)
+            output = TensorDict({**losses, **metrics}, batch_size=[])
+        else:
+            output = TensorDict(losses, batch_size=batch_size)
+            if self.scalar_output_mode == "non_tensor":
+                for name, value in metrics.items():
+                    output.set_non_tensor(name, value)
+        networks = [name for name in self._modules if name.endswith("_network_params")]
+        self._clear_weakrefs(tensordict, output, *networks)
         return output
 
     # States of other versions --------------------------------------------------------------------

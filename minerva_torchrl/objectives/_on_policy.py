@@ -149,6 +149,17 @@ class OnPolicyLoss(DualLossModule):
 
     # Advantages and critic -----------------------------------------------------------------------
 
+    def critic_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss of the critic, and its metrics.
+
+        Args:
+            tensordict (TensorDictBase): a rollout, or any batch that has its targets.
+        """
+        self._advantage(tensordict)  # makes the target if the data has none
+        value = self._critic_value(tensordict)
+        loss = self._critic_loss(tensordict, value)
+        return loss, self._critic_metrics(tensordict, value.detach())
+
     def _critic_value(self, tensordict: TensorDictBase) -> Tensor:
         """Present value of each state, ``[*B, 1]``."""
         inputs = tensordict.select(*self.critic_network.in_keys)

@@ -323,15 +323,7 @@ def out_of_bounds_cost(action: Tensor, low: Tensor, high: Tensor) -> Tensor:
 
 
 def sample_kl_to_uniform(weights: Tensor, *, sample_dim: int = 0) -> Tensor:
-    r""":math:`KL(w \| u) = \sum_i w_i \log(N w_i)`, from 0 (uniform) to ``log N`` (one sample).
-
-    Args:
-        weights (Tensor): ``[N, *B]``, summing to one over ``sample_dim``.
-        sample_dim (int): where the samples are. Defaults to 0.
-
-    Returns:
-        The divergence of each state, ``[*B]``.
-    """
+    r""":math:`KL(w \| u) = \sum_i w_i \log(N w_i)`, ``[*B]``: 0 (uniform) to ``log N`` (one)."""
     return math.log(weights.shape[sample_dim]) - weight_entropy(weights, sample_dim=sample_dim)
 
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 import torch
-from tensordict import TensorClass, TensorDict, TensorDictBase
+from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModule, dispatch
 from torch import Tensor, nn
 from torch import distributions as D
@@ -17,30 +17,14 @@ from minerva_torchrl.objectives import functional as F
 from minerva_torchrl.objectives._base import MAIN_OBJECTIVE
 from minerva_torchrl.objectives._off_policy import OffPolicyLoss
 from minerva_torchrl.objectives.checks import check_choice, check_count
+from minerva_torchrl.objectives.e_steps import MPOEStep
+from minerva_torchrl.objectives.policies import resolve_penalization
 from minerva_torchrl.objectives.reductions import masked_extreme, masked_mean, masked_means
 
-__all__ = ["MPOEStep", "MPOLoss"]
+__all__ = ["MPOLoss"]
 
 # Bound and initial multiplier by constraint.
 _CONSTRAINTS = {"mean": (2.5e-3, 1.0), "stddev": (1e-6, 1000.0), "policy": (2.5e-3, 1.0)}
-
-
-class MPOEStep(TensorClass):
-    """What the target networks say of the states of the policy loss, ``[*S]``.
-
-    ``*S`` is ``[*B]``, or ``[*B, 2]`` if the policy is trained at current and next states.
-    """
-
-    inputs: TensorDict
-    """Inputs of the actor."""
-    old_policy: TensorDict
-    """Parameters of the target policy."""
-    statistics: TensorDict
-    """What the policy is fitted to: statistics of the weighted candidates."""
-    duals: TensorDict
-    """By objective, the ``dual`` of its temperature and the divergence ``kl`` of its weights."""
-    mask: Tensor
-    """States that count, ``[*S]``."""
 
 
 class MPOLoss(OffPolicyLoss):
@@ -152,20 +136,14 @@ class MPOLoss(OffPolicyLoss):
         >>> from torchrl.modules import IndependentNormal, MLP, ProbabilisticActor, ValueOperator
         >>> from torchrl.objectives import SoftUpdate
         >>> spec = Bounded(-1, 1, (2,))
+        >>> network = torch.nn.Sequential(torch.nn.Linear(3, 4), NormalParamExtractor())
         >>> actor = ProbabilisticActor(
-        ...     TensorDictModule(
-        ...         torch.nn.Sequential(torch.nn.Linear(3, 4), NormalParamExtractor()),
-        ...         in_keys=["observation"],
-        ...         out_keys=["loc", "scale"],
-        ...     ),
+        ...     TensorDictModule(network, ["observation"], ["loc", "scale"]),
         ...     in_keys=["loc", "scale"],
         ...     spec=spec,
         ...     distribution_class=IndependentNormal,
         ... )
-        >>> critic = ValueOperator(
-        ...     MLP(in_features=5, out_features=1, num_cells=[32]),
-        ...     in_keys=["observation", "action"],
-        ... )
+        >>> critic = ValueOperator(MLP(5, 1, num_cells=[32]), in_keys=["observation", "action"])
         >>> loss = MPOLoss(actor, critic).make_value_estimator(gamma=0.99)
         >>> updater = SoftUpdate(loss, tau=0.005)
         >>> batch = TensorDict(
@@ -183,16 +161,6 @@ class MPOLoss(OffPolicyLoss):
         ... )
         >>> output = loss(batch)
         >>> sum(v for k, v in output.items() if k.startswith("loss_")).backward()
-
-    Without TensorDict the losses and metrics come as a tuple in the order of ``out_keys``:
-
-        >>> names = ("observation", "reward", "done", "terminated")
-        >>> _ = loss.select_out_keys("loss_actor", "loss_qvalue")
-        >>> loss_actor, loss_qvalue = loss(
-        ...     observation=batch["observation"],
-        ...     action=batch["action"],
-        ...     **{f"next_{name}": batch["next", name] for name in names},
-        ... )
     """
 
     def __init__(
@@ -269,21 +237,11 @@ class MPOLoss(OffPolicyLoss):
             },
             defaults=_CONSTRAINTS,
         )
-        self.action_penalization = self._resolve_penalization(action_penalization)
+        self.action_penalization = resolve_penalization(action_penalization, self.policy)
         if self.action_penalization:
             self._add_temperature(
                 "penalty", init_penalty_temperature, epsilon_penalty, solved=solved
             )
-
-    def _resolve_penalization(self, requested: bool | None) -> bool:
-        """Whether actions outside the bounds are penalised; by default if there can be any."""
-        if requested and not self.policy.leaves_bounds:
-            raise ValueError(
-                "action_penalization=True needs actions that can leave their bounds: those of an "
-                "unsquashed Gaussian policy with a bounded action_spec= (or an actor with such a "
-                "spec). A squashed or discrete policy stays inside."
-            )
-        return self.policy.leaves_bounds if requested is None else requested
 
     @property
     def _loss_keys(self) -> tuple[str, ...]:
@@ -329,16 +287,7 @@ class MPOLoss(OffPolicyLoss):
         self.set_priority(tensordict, metrics_qvalue.pop("td_error"))
         metrics_actor = self._actor_metrics(e_step, dist, cross_entropy, divergences)
         metrics = {**metrics_e_step, **metrics_actor, **metrics_qvalue, **self.dual_values()}
-        output = self._output(losses, metrics, loss_qvalue.shape)
-        self._clear_weakrefs(
-            tensordict,
-            output,
-            "actor_network_params",
-            "qvalue_network_params",
-            "target_actor_network_params",
-            "target_qvalue_network_params",
-        )
-        return output
+        return self._output(losses, metrics, tensordict, loss_qvalue.shape)
 
     # The update in parts -------------------------------------------------------------------------
 
@@ -371,7 +320,7 @@ class MPOLoss(OffPolicyLoss):
                 )
             weights, dual, kl = temperature.weigh(score, log_prior)
             if name == MAIN_OBJECTIVE:
-                metrics |= self._weight_metrics(weights, score, mask)
+                metrics |= _weight_metrics(weights, score, mask)
             shown = "q" if name == MAIN_OBJECTIVE else name
             metrics[f"kl_{shown}_rel"] = masked_mean(kl, mask) / temperature.epsilon
             duals[name] = TensorDict({"dual": dual, "kl": kl}, batch_size=mask.shape)
@@ -422,11 +371,6 @@ class MPOLoss(OffPolicyLoss):
         return torch.stack(list(losses.values())).sum(0), losses
 
     # Parts ---------------------------------------------------------------------------------------
-
-    def _with_e_step(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, dict[str, Tensor]]:
-        if tensordict.get("e_step", None) is not None:
-            return tensordict, {}
-        return self.e_step(tensordict)
 
     def _m_step(self, e_step: MPOEStep) -> tuple[D.Distribution, Tensor, dict[str, Tensor]]:
         """The online policy, its cross-entropy ``[*S]`` and its divergences ``[*S, D or 1]``."""
@@ -541,19 +485,6 @@ class MPOLoss(OffPolicyLoss):
         expected_value = torch.where(prior > 0, prior * value, 0.0).sum(-1)
         return samples.set("log_prior", candidates.log_prior).set("expected_value", expected_value)
 
-    def _weight_metrics(self, weights: Tensor, q_value: Tensor, mask: Tensor) -> dict[str, Tensor]:
-        metrics = masked_means(
-            {
-                "ess": F.effective_sample_size(weights, sample_dim=-1),
-                "weight_entropy": F.weight_entropy(weights, sample_dim=-1),
-                "q_mean": q_value.mean(-1),
-            },
-            mask,
-        )
-        metrics["q_min"] = masked_extreme(q_value, mask, "min")
-        metrics["q_max"] = masked_extreme(q_value, mask, "max")
-        return metrics
-
     @torch.no_grad()
     def _actor_metrics(
         self,
@@ -567,3 +498,17 @@ class MPOLoss(OffPolicyLoss):
         for name, constraint in self.constraints.items():
             metrics[f"kl_{name}_rel"] = metrics[f"kl_{name}"] / constraint.epsilon
         return {**metrics, **self.policy.metrics(dist, e_step.mask)}
+
+
+def _weight_metrics(weights: Tensor, q_value: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    """Diagnostics of weights and values ``[*S, N]``."""
+    of_states = {
+        "ess": F.effective_sample_size(weights, sample_dim=-1),
+        "weight_entropy": F.weight_entropy(weights, sample_dim=-1),
+        "q_mean": q_value.mean(-1),
+    }
+    return {
+        **masked_means(of_states, mask),
+        "q_min": masked_extreme(q_value, mask, "min"),
+        "q_max": masked_extreme(q_value, mask, "max"),
+    }

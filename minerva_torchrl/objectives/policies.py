@@ -38,6 +38,7 @@ __all__ = [
     "TanhGaussian",
     "leaf_distribution",
     "policy_family",
+    "resolve_penalization",
 ]
 
 # Share of the way to its bound from which a deterministic action counts as saturated.
@@ -473,6 +474,17 @@ def _distribution_class(actor_network: object) -> type[D.Distribution]:
         parameters = TensorDict({key: torch.ones(1) for key in heads[-1].in_keys})
         made_by = type(heads[-1].get_dist(parameters))
     return made_by
+
+
+def resolve_penalization(requested: bool | None, policy: PolicyFamily) -> bool:
+    """Whether actions outside the bounds are penalised; by default if there can be any."""
+    if requested and not policy.leaves_bounds:
+        raise ValueError(
+            "action_penalization=True needs actions that can leave their bounds: those of an "
+            "unsquashed Gaussian policy with a bounded action_spec= (or an actor with such a "
+            "spec). A squashed or discrete policy stays inside."
+        )
+    return policy.leaves_bounds if requested is None else requested
 
 
 def _unsupported(distribution: type) -> str:

@@ -6,7 +6,7 @@ import warnings
 from typing import Literal
 
 import torch
-from tensordict import NestedKey, TensorClass, TensorDict, TensorDictBase, unravel_key
+from tensordict import NestedKey, TensorDict, TensorDictBase, unravel_key
 from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModule, dispatch
 from torch import Tensor, distributed
 from torch import distributions as D
@@ -17,31 +17,13 @@ from minerva_torchrl.objectives import functional as F
 from minerva_torchrl.objectives._base import MAIN_OBJECTIVE
 from minerva_torchrl.objectives._on_policy import OnPolicyLoss
 from minerva_torchrl.objectives.checks import check_choice, check_fraction
+from minerva_torchrl.objectives.e_steps import VMPOEStep
 from minerva_torchrl.objectives.reductions import masked_mean, masked_std
 
-__all__ = ["VMPOEStep", "VMPOLoss"]
+__all__ = ["VMPOLoss"]
 
 # Bound and initial multiplier by constraint.
 _CONSTRAINTS = {"mean": (1e-2, 1.0), "stddev": (1e-5, 1.0), "policy": (1e-2, 5.0)}
-
-
-class VMPOEStep(TensorClass):
-    """The weighted samples of a batch, ``[*B]``; fixed while policy and critic take their steps."""
-
-    policy_weight: Tensor
-    """Weights of the samples times their number, so that the mean over them is the loss."""
-    kl_weight: Tensor
-    """The same for the divergences."""
-    selected: Tensor
-    """Which samples are among the best."""
-    mask: Tensor
-    """Which samples are valid."""
-    old_policy: TensorDict
-    """Parameters of the policy that the divergences are measured from."""
-    dual: Tensor
-    """Dual of the temperature. It is that of the whole batch, repeated for every sample."""
-    kl: Tensor
-    """The divergence that belongs to it, repeated as well."""
 
 
 class VMPOLoss(OnPolicyLoss):
@@ -125,12 +107,9 @@ class VMPOLoss(OnPolicyLoss):
         >>> from tensordict import TensorDict
         >>> from tensordict.nn import NormalParamExtractor, TensorDictModule
         >>> from torchrl.modules import IndependentNormal, ProbabilisticActor, ValueOperator
+        >>> network = torch.nn.Sequential(torch.nn.Linear(3, 4), NormalParamExtractor())
         >>> actor = ProbabilisticActor(
-        ...     TensorDictModule(
-        ...         torch.nn.Sequential(torch.nn.Linear(3, 4), NormalParamExtractor()),
-        ...         in_keys=["observation"],
-        ...         out_keys=["loc", "scale"],
-        ...     ),
+        ...     TensorDictModule(network, ["observation"], ["loc", "scale"]),
         ...     in_keys=["loc", "scale"],
         ...     distribution_class=IndependentNormal,
         ... )
@@ -297,16 +276,7 @@ class VMPOLoss(OnPolicyLoss):
         if with_metrics:
             metrics |= self._actor_metrics(data.get("e_step"), *m_step)
             metrics |= {**self._critic_metrics(data, value), **self.dual_values()}
-        output = self._output(losses, metrics if with_metrics else {}, tensordict.shape)
-        self._clear_weakrefs(
-            tensordict,
-            output,
-            "actor_network_params",
-            "critic_network_params",
-            "target_actor_network_params",
-            "target_critic_network_params",
-        )
-        return output
+        return self._output(losses, metrics if with_metrics else {}, tensordict, tensordict.shape)
 
     # The update in parts -------------------------------------------------------------------------
 
@@ -395,17 +365,6 @@ class VMPOLoss(OnPolicyLoss):
         metrics |= self._actor_metrics(data.get("e_step"), *m_step)
         return self._actor_loss(data.get("e_step"), *m_step[1:]), metrics
 
-    def critic_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss of the critic, and its metrics.
-
-        Args:
-            tensordict (TensorDictBase): as in :meth:`forward`.
-        """
-        self._advantage(tensordict)  # makes the target if the data has none
-        value = self._critic_value(tensordict)
-        loss = self._critic_loss(tensordict, value)
-        return loss, self._critic_metrics(tensordict, value.detach())
-
     def dual_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
         """Sum of the losses of temperature and multipliers, and each of them by name.
 
@@ -430,11 +389,6 @@ class VMPOLoss(OnPolicyLoss):
         return torch.stack(list(losses.values())).sum(0), losses
 
     # Parts ---------------------------------------------------------------------------------------
-
-    def _with_e_step(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, dict[str, Tensor]]:
-        if tensordict.get("e_step", None) is not None:
-            return tensordict, {}
-        return self.e_step(tensordict)
 
     def _m_step(self, data: TensorDictBase) -> tuple[D.Distribution, Tensor, dict[str, Tensor]]:
         """The online policy, its negative log-likelihoods ``[*B]`` and its divergences."""
