@@ -4,12 +4,8 @@ from minerva_torchrl.trainers._phases import NonFiniteError
 from minerva_torchrl.trainers.annealing import linear_lr_annealing
 from minerva_torchrl.trainers.hooks import make_target_updater
 from minerva_torchrl.trainers.mpo import MPOTrainer
-from minerva_torchrl.trainers.ppo import KLEarlyStop, make_ppo_trainer
-from minerva_torchrl.trainers.steppers import (
-    MPOOptimizationStepper,
-    PPOOptimizationStepper,
-    VMPOOptimizationStepper,
-)
+from minerva_torchrl.trainers.ppo import KLEarlyStop, PPOOptimizationStepper, make_ppo_trainer
+from minerva_torchrl.trainers.steppers import MPOOptimizationStepper, VMPOOptimizationStepper
 from minerva_torchrl.trainers.vmpo import VMPOTrainer
 
 __all__ = [

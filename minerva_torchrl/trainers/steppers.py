@@ -9,17 +9,14 @@ import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 from torch.optim import Optimizer
-from torchrl.objectives import ClipPPOLoss
 
 from minerva_torchrl.objectives._checks import check_choice, check_count, check_positive
-from minerva_torchrl.objectives.clip_ppo import DirectClipPPOLoss
 from minerva_torchrl.objectives.mpo import MPOLoss
 from minerva_torchrl.objectives.vmpo import VMPOLoss
 from minerva_torchrl.objectives.vmpo_steps import VMPOEStep
 from minerva_torchrl.trainers._phases import PhasedStepper, Undo, backward, dual_tensors, step_if
-from minerva_torchrl.trainers.hooks import Minibatches
 
-__all__ = ["MPOOptimizationStepper", "PPOOptimizationStepper", "VMPOOptimizationStepper"]
+__all__ = ["MPOOptimizationStepper", "VMPOOptimizationStepper"]
 
 
 class MPOOptimizationStepper(PhasedStepper):
@@ -367,84 +364,3 @@ class _VMPOLosses:
         self.values |= {"loss_actor": actor, "loss_critic": critic}
         self.metrics |= {**actor_metrics, **critic_metrics}
         return actor + critic
-
-
-class PPOOptimizationStepper(PhasedStepper):
-    r"""One joint step of policy and critic on the loss of PPO, per minibatch.
-
-    It plugs into TorchRL's ``Trainer`` as ``optimization_stepper=``, and works in a loop of one's
-    own through :meth:`update`.
-
-    Args:
-        optimizer (Optimizer): over the parameters of policy and critic.
-
-    Keyword Args:
-        clip (float, optional): largest joint gradient norm. Defaults to ``0.5``.
-
-    Examples:
-        >>> from minerva_torchrl import make_ppo_loss
-        >>> from tensordict import TensorDict
-        >>> from tensordict.nn import NormalParamExtractor, TensorDictModule
-        >>> from torch import nn
-        >>> from torchrl.modules import IndependentNormal, ProbabilisticActor, ValueOperator
-        >>> policy = nn.Sequential(nn.Linear(3, 4), NormalParamExtractor())
-        >>> actor = ProbabilisticActor(
-        ...     TensorDictModule(policy, ["observation"], ["loc", "scale"]),
-        ...     in_keys=["loc", "scale"],
-        ...     distribution_class=IndependentNormal,
-        ...     return_log_prob=True,
-        ... )
-        >>> loss = make_ppo_loss(actor, ValueOperator(nn.Linear(3, 1), in_keys=["observation"]))
-        >>> optimizer = torch.optim.Adam(loss.parameters(), lr=3e-4, eps=1e-5, fused=True)
-        >>> stepper = PPOOptimizationStepper(optimizer)
-        >>> minibatch = TensorDict({"observation": torch.randn(8, 3)}, [8])
-        >>> with torch.no_grad():
-        ...     minibatch = actor(minibatch)  # what a collector does
-        >>> for key in ("advantage", "value_target", "state_value"):
-        ...     minibatch[key] = torch.randn(8, 1)  # what estimate_advantage does
-        >>> metrics = stepper.update(loss, minibatch)
-        >>> metrics["mean_ratio"].item()
-        1.0
-    """
-
-    _optimizer_names = ("optimizer",)
-
-    def __init__(self, optimizer: Optimizer, *, clip: float | None = 0.5) -> None:
-        if clip is not None:
-            check_positive("clip", clip)
-        self.optimizer = optimizer
-        self.clip = clip
-
-    def step(self, trainer: Any, sub_batch: TensorDictBase) -> TensorDict:
-        """One update inside a TorchRL ``Trainer``."""
-        self._refuse_distributed(trainer)
-        minibatches: Minibatches | None = getattr(trainer, "minibatches", None)
-        with_metrics = minibatches is None or minibatches.metrics_count
-        return self.update(trainer.loss_module, sub_batch, with_metrics=with_metrics)
-
-    def update(
-        self, loss: ClipPPOLoss, tensordict: TensorDictBase, *, with_metrics: bool = True
-    ) -> TensorDict:
-        """One step on a minibatch that has its advantages.
-
-        Args:
-            loss (ClipPPOLoss): the loss whose parameters the optimiser holds.
-            tensordict (TensorDictBase): the minibatch.
-
-        Keyword Args:
-            with_metrics (bool): whether to return anything. Defaults to ``True``.
-
-        Returns:
-            The detached losses and metrics, 0-d.
-        """
-        self._refuse_unreduced(loss)
-        direct = isinstance(loss, DirectClipPPOLoss) and not with_metrics
-        output = loss.losses(tensordict) if direct else loss(tensordict)
-        losses = [value for name, value in output.items() if name.startswith("loss_")]
-        taken = backward(torch.stack(losses).sum(), self.optimizer, self.clip)
-        step_if(taken, self.optimizer)
-        self._count(taken)
-        if not with_metrics:
-            return TensorDict()
-        metrics = {name: value.detach() for name, value in output.items()}
-        return TensorDict({name: x.mean() if x.ndim else x for name, x in metrics.items()})
