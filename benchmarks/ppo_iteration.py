@@ -20,6 +20,7 @@ from types import SimpleNamespace
 
 import torch
 from tensordict import TensorDict
+from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
 from torchrl.data import LazyTensorStorage, SamplerWithoutReplacement, TensorDictReplayBuffer
 from torchrl.envs import ExplorationType, set_exploration_type
@@ -34,6 +35,7 @@ from vmpo_floor import TanhPolicy, tanh_network
 from vmpo_update import make_networks, our_parameters
 
 from minerva_torchrl import make_ppo_loss
+from minerva_torchrl.modules import DirectClipPPOLoss
 from minerva_torchrl.trainers import PPOOptimizationStepper, make_ppo_trainer
 
 ADAM = {"lr": 3e-4, "eps": 1e-5}
@@ -73,16 +75,19 @@ def make_rollout(config: Config, actor: nn.Module) -> TensorDict:
 
 
 def make_ours(config: Config) -> Trainer:
-    loss = make_ppo_loss(*make_networks(config.obs, config.action, config.layers))
-    stepper = PPOOptimizationStepper(torch.optim.Adam(loss.parameters(), fused=True, **ADAM))
+    networks = make_networks(config.obs, config.action, config.layers)
+    loss = make_ppo_loss(*networks, loss_class=DirectClipPPOLoss)
+    stepper = PPOOptimizationStepper(
+        torch.optim.Adam(loss.parameters(), fused=True, **ADAM),
+        num_epochs=config.epochs,
+        minibatch_size=config.minibatch,
+    )
     return make_ppo_trainer(
         collector=SimpleNamespace(),  # the rollout is given
         total_frames=config.frames,
         frames_per_batch=config.frames,
         loss_module=loss,
         optimization_stepper=stepper,
-        num_epochs=config.epochs,
-        minibatch_size=config.minibatch,
         progress_bar=False,
         auto_log_optim_steps=False,
     )
@@ -128,7 +133,7 @@ def check_agreement(trainer: Trainer, floor: PPOFloor, rollout: TensorDict) -> N
 
 
 def make_torchrl(config: Config, rollout: TensorDict) -> Callable[[], None]:
-    actor, critic = make_networks(config.obs, config.action, config.layers)
+    actor, critic = make_networks(config.obs, config.action, config.layers, TensorDictModule)
     gae = GAE(gamma=0.99, lmbda=0.95, value_network=critic, average_gae=False)
     loss = ClipPPOLoss(
         actor,

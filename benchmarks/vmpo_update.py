@@ -20,14 +20,14 @@ from tensordict.nn import TensorDictModule
 from torch import nn
 from torchrl.data import Bounded
 from torchrl.envs import ExplorationType, set_exploration_type
-from torchrl.modules import MLP, IndependentNormal, ProbabilisticActor, ValueOperator
+from torchrl.modules import MLP, IndependentNormal, ProbabilisticActor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from _harness import check_same_parameters, make_parser, measure, report, start, without_prefix
 from vmpo_floor import FloorSettings, TanhPolicy, VMPOFloor, tanh_network
 
 from minerva_torchrl import VMPOLoss, VMPOOptimizationStepper
-from minerva_torchrl.modules import StateIndependentScale, Tanh, orthogonal_init_
+from minerva_torchrl.modules import DirectModule, StateIndependentScale, Tanh, orthogonal_init_
 from minerva_torchrl.presets import vmpo_preset
 
 RATES = (3e-4, 1e-2)  # networks, duals
@@ -46,8 +46,11 @@ CONFIGS = {"cheetah": Config(), "small": Config(layers=(64, 64))}
 
 
 def make_networks(
-    obs: int, action: int, layers: tuple[int, ...]
-) -> tuple[ProbabilisticActor, ValueOperator]:
+    obs: int,
+    action: int,
+    layers: tuple[int, ...],
+    module_class: type[TensorDictModule] = DirectModule,
+) -> tuple[ProbabilisticActor, TensorDictModule]:
     """Policy and critic as training runs of V-MPO and PPO make them."""
 
     def network(out_features: int, last_gain: float) -> nn.Module:
@@ -56,13 +59,13 @@ def make_networks(
 
     policy = StateIndependentScale(network(action, 0.01), action)
     actor = ProbabilisticActor(
-        TensorDictModule(policy, ["observation"], ["loc", "scale"]),
+        module_class(policy, ["observation"], ["loc", "scale"]),
         in_keys=["loc", "scale"],
         spec=Bounded(-1.0, 1.0, (action,)),
         distribution_class=IndependentNormal,
         return_log_prob=True,
     )
-    return actor, ValueOperator(network(1, 1.0), in_keys=["observation"])
+    return actor, module_class(network(1, 1.0), ["observation"], ["state_value"])
 
 
 def make_data(config: Config, actor: ProbabilisticActor) -> TensorDict:

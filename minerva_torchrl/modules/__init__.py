@@ -1,18 +1,32 @@
 """Building blocks of networks."""
 
 from minerva_torchrl.modules.activations import ELU, Tanh
+from minerva_torchrl.modules.clip_ppo import DirectClipPPOLoss
 from minerva_torchrl.modules.direct import DirectModule
 from minerva_torchrl.modules.gaussian import StateIndependentScale
 from minerva_torchrl.modules.init import orthogonal_init_
+from minerva_torchrl.modules.memory import keep_freed_memory
 from minerva_torchrl.modules.networks import ControlTorso, GaussianPolicy, StateActionCritic
+from minerva_torchrl.modules.popart import (
+    PopArtClipPPOLoss,
+    PopArtHead,
+    PopArtVMPOLoss,
+    popart_update_,
+)
 
 __all__ = [
     "ELU",
     "ControlTorso",
+    "DirectClipPPOLoss",
     "DirectModule",
     "GaussianPolicy",
+    "PopArtClipPPOLoss",
+    "PopArtHead",
+    "PopArtVMPOLoss",
     "StateActionCritic",
     "StateIndependentScale",
     "Tanh",
+    "keep_freed_memory",
     "orthogonal_init_",
+    "popart_update_",
 ]

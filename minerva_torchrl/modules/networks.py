@@ -14,6 +14,8 @@ from minerva_torchrl.objectives.checks import check_count, check_positive
 
 __all__ = ["ControlTorso", "GaussianPolicy", "StateActionCritic"]
 
+_ROWS_PER_CHUNK = 2048
+
 
 class ControlTorso(nn.Module):
     r"""Linear, LayerNorm and tanh, then linear layers with ELU: the torso of DeepMind's agents.
@@ -108,7 +110,8 @@ class StateActionCritic(nn.Module):
 
     The first layer is linear in observation and action, :math:`W_s s + W_a a + b`. When many
     actions are scored at the same states, the losses pass the observation as an expanded view; the
-    term of the state is then computed once and added to that of every action.
+    term of the state is then computed once and added to that of every action. On the CPU, without
+    gradients, the actions are scored in chunks, whose activations stay in the caches.
 
     Args:
         obs_dim (int): size of the observation.
@@ -139,10 +142,17 @@ class StateActionCritic(nn.Module):
             [self.obs_dim, first.in_features - self.obs_dim], dim=1
         )
         of_state = nn.functional.linear(_without_repeats(observation), state_weight, first.bias)
-        hidden = nn.functional.linear(action, action_weight)
-        # Into the same memory where no gradient needs it: this is most of the memory there is.
-        hidden = hidden + of_state if torch.is_grad_enabled() else hidden.add_(of_state)
-        return self.head(self.torso.rest(hidden))
+
+        def score(actions: Tensor) -> Tensor:
+            hidden = nn.functional.linear(actions, action_weight)
+            # Into the same memory where no gradient needs it: this is most of the memory there is.
+            hidden = hidden + of_state if torch.is_grad_enabled() else hidden.add_(of_state)
+            return self.head(self.torso.rest(hidden))
+
+        if of_state.ndim == action.ndim:  # one action at each state
+            return score(action)
+        chunks = action.split(_actions_per_chunk(action))
+        return score(action) if len(chunks) == 1 else torch.cat([score(chunk) for chunk in chunks])
 
 
 def _without_repeats(x: Tensor) -> Tensor:
@@ -150,3 +160,10 @@ def _without_repeats(x: Tensor) -> Tensor:
     while x.ndim > 1 and x.stride(0) == 0:
         x = x[0]
     return x
+
+
+def _actions_per_chunk(action: Tensor) -> int:
+    """How many of the actions of each state, ``[N, *B, D]``, to score at once."""
+    plain = torch.is_grad_enabled() or action.device.type != "cpu" or torch.compiler.is_compiling()
+    rows = action[0].numel() // action.shape[-1]
+    return len(action) if plain else max(1, _ROWS_PER_CHUNK // max(1, rows))

@@ -20,7 +20,7 @@ from torchrl.objectives.utils import ValueEstimators, _cache_values, distance_lo
 from typing_extensions import Self
 
 from minerva_torchrl.objectives._base import DualLossModule
-from minerva_torchrl.objectives.checks import check_choice, check_positive
+from minerva_torchrl.objectives.checks import check_choice, check_positive, check_value_scale
 from minerva_torchrl.objectives.policies import policy_family
 from minerva_torchrl.objectives.reductions import masked_mean, masked_std
 from minerva_torchrl.objectives.specs import resolve_action_spec
@@ -90,6 +90,7 @@ class OnPolicyLoss(DualLossModule):
                 "critic_network must be a TensorDictModule that writes 'state_value', "
                 f"got {type(critic_network).__name__}."
             )
+        check_value_scale(critic_network, type(self))
         check_positive("critic_coeff", critic_coeff)
         check_choice("loss_critic_type", loss_critic_type, ("l2", "l1", "smooth_l1"))
         if clip_value is not None and clip_value is not False:

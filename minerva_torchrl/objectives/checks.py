@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 
-from torch import Tensor
+from torch import Tensor, nn
 
 
 def check_choice(name: str, value: object, allowed: Iterable[object]) -> None:
@@ -39,3 +39,14 @@ def check_fraction(name: str, value: object) -> None:
         raise TypeError(f"{name} must be a number, got {type(value).__name__}.")
     if not 0 < value <= 1:
         raise ValueError(f"{name} must be in (0, 1], got {value}.")
+
+
+def check_value_scale(critic_network: nn.Module, loss_class: type) -> None:
+    """Raise if a critic learns on a normalised scale, as with PopArt, and a loss in real units."""
+    heads = [m for m in critic_network.modules() if getattr(m, "normalizes_targets", False)]
+    if heads and not getattr(loss_class, "normalizes_targets", False):
+        raise ValueError(
+            f"critic_network has a {type(heads[0]).__name__}, which learns on a normalised scale, "
+            f"but {loss_class.__name__} takes its error in real units. Use PopArtClipPPOLoss (as "
+            "loss_class) or PopArtVMPOLoss of minerva_torchrl.modules."
+        )

@@ -10,8 +10,7 @@ from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModuleBas
 from torch import Tensor
 from torchrl.objectives import ClipPPOLoss, LossModule, ValueEstimators
 
-from minerva_torchrl.objectives.clip_ppo import DirectClipPPOLoss
-from minerva_torchrl.objectives.popart import PopArtClipPPOLoss, popart_heads
+from minerva_torchrl.objectives.checks import check_value_scale
 
 __all__ = [
     "estimate_advantage",
@@ -57,7 +56,7 @@ def make_ppo_loss(
     truncation_is_terminal: bool = False,
     separate_losses: bool = False,
     reduction: str | None = None,
-    loss_class: type[ClipPPOLoss] | None = None,
+    loss_class: type[ClipPPOLoss] = ClipPPOLoss,
 ) -> ClipPPOLoss:
     r"""TorchRL's clipped PPO loss with its advantage estimator, ready for minibatches.
 
@@ -100,10 +99,9 @@ def make_ppo_loss(
         separate_losses (bool): keep the value loss away from parameters that actor and critic
             share. Defaults to ``False``.
         reduction (str, optional): ``"mean"``, ``"sum"`` or ``"none"``. Defaults to ``"mean"``.
-        loss_class (type, optional): :class:`~torchrl.objectives.ClipPPOLoss` or a subclass.
-            Defaults to :class:`~minerva_torchrl.objectives.clip_ppo.DirectClipPPOLoss`, which
-            returns the same numbers faster, or for a critic with a PopArt head to
-            :class:`~minerva_torchrl.objectives.popart.PopArtClipPPOLoss`.
+        loss_class (type): :class:`~torchrl.objectives.ClipPPOLoss` (default) or a subclass:
+            ``DirectClipPPOLoss`` of :mod:`minerva_torchrl.modules` returns the same numbers faster,
+            and a critic with a PopArt head needs its ``PopArtClipPPOLoss``.
 
     Returns:
         The loss. Its output has ``loss_objective``, ``loss_critic``, ``loss_entropy`` and metrics;
@@ -156,10 +154,9 @@ def make_ppo_loss(
             "critic_network must be a TensorDictModule that writes 'state_value', "
             f"got {type(critic_network).__name__}."
         )
-    if loss_class is None:
-        loss_class = PopArtClipPPOLoss if popart_heads(critic_network) else DirectClipPPOLoss
     if not issubclass(loss_class, ClipPPOLoss):
         raise TypeError(f"loss_class must be ClipPPOLoss or a subclass, got {loss_class!r}.")
+    check_value_scale(critic_network, loss_class)
     loss = loss_class(
         actor_network,
         critic_network,

@@ -28,6 +28,7 @@ from torchrl.trainers import Trainer
 
 from minerva_torchrl.envs import ReturnStdScaling, RunningObservationNorm, make_env
 from minerva_torchrl.modules import (
+    DirectClipPPOLoss,
     DirectModule,
     GaussianPolicy,
     StateActionCritic,
@@ -192,7 +193,8 @@ def _vmpo_loss(config: VMPOConfig, env: TransformedEnv, device: torch.device) ->
 
 
 def _ppo_loss(config: PPOConfig, env: TransformedEnv, device: torch.device) -> LossModule:
-    return make_ppo_loss(*_on_policy_networks(config, env, device), **asdict(config.loss))
+    networks = _on_policy_networks(config, env, device)
+    return make_ppo_loss(*networks, **asdict(config.loss), loss_class=DirectClipPPOLoss)
 
 
 def _on_policy_networks(
@@ -212,9 +214,8 @@ def _on_policy_networks(
     else:
         policy = StateIndependentScale(network, out_dim, init_scale=sizes.init_scale)
         actor = _gaussian_actor(policy, action_spec)
-    critic = ValueOperator(
-        _tanh_mlp(obs_dim, 1, sizes.critic_sizes, last_gain=1.0), in_keys=["observation"]
-    )
+    value = _tanh_mlp(obs_dim, 1, sizes.critic_sizes, last_gain=1.0)
+    critic = DirectModule(value, in_keys=["observation"], out_keys=["state_value"])
     return actor.to(device), critic.to(device)
 
 
@@ -391,12 +392,16 @@ def _vmpo_trainer(config: VMPOConfig, loss: VMPOLoss, common: dict[str, Any]) ->
 def _ppo_trainer(config: PPOConfig, loss: LossModule, common: dict[str, Any]) -> Trainer:
     optim = config.optim
     optimizer = _adam(loss.parameters(), optim.lr, optim.adam_eps)
-    return make_ppo_trainer(
-        optimization_stepper=PPOOptimizationStepper(optimizer, clip=optim.clip),
-        frames_per_batch=config.collector.frames_per_batch,
+    stepper = PPOOptimizationStepper(
+        optimizer,
         num_epochs=optim.num_epochs,
         minibatch_size=optim.minibatch_size,
         target_kl=optim.target_kl,
+        clip=optim.clip,
+    )
+    return make_ppo_trainer(
+        optimization_stepper=stepper,
+        frames_per_batch=config.collector.frames_per_batch,
         lr_scheduler=_annealing(config, optimizer) if optim.anneal_lr else None,
         **common,
     )

@@ -22,7 +22,6 @@ from minerva_torchrl.trainers.stepping import GuardedStepper, NonFiniteError
 
 __all__ = [
     "FiniteBatches",
-    "Minibatches",
     "ReplayMemory",
     "make_target_updater",
     "refuse_random_frames",
@@ -276,83 +275,3 @@ class ReplayMemory(TrainerHookBase):
             names, batch_size = state_dict["names"], state_dict["batch_size"]
             waiting = TensorDict(waiting, batch_size=batch_size, names=names)
         self._multi_step._buffer = waiting
-
-
-class Minibatches(TrainerHookBase):
-    """Cuts a rollout into shuffled minibatches: each epoch uses every frame once.
-
-    Args:
-        batch_size (int): frames in a minibatch. The rollout must be a multiple of it.
-
-    Keyword Args:
-        keys (iterable of NestedKey, optional): entries that the loss needs. Defaults to all.
-        num_epochs (int, optional): epochs over a rollout, if that is certain.
-    """
-
-    def __init__(
-        self,
-        batch_size: int,
-        *,
-        keys: Iterable[NestedKey] | None = None,
-        num_epochs: int | None = None,
-    ) -> None:
-        check_count("batch_size", batch_size)
-        self.batch_size = batch_size
-        self.keys = None if keys is None else list(keys)
-        self.num_epochs = num_epochs
-        self._epoch = 0
-        self._next = 0
-
-    def register(self, trainer: Trainer, name: str = "minibatches") -> None:
-        """Attach to a trainer.
-
-        Args:
-            trainer (Trainer): the trainer.
-            name (str): name under which the trainer keeps the hook.
-        """
-        trainer.register_op("pre_optim_steps", self.start)
-        trainer.register_op("pre_epoch", self.shuffle)
-        trainer.register_op("process_optim_batch", self.draw)
-        trainer.register_module(name, self)
-
-    @property
-    def metrics_count(self) -> bool:
-        """Whether a trainer will report the metrics of the minibatch that was drawn last.
-
-        It averages them over the last epoch, and takes their names from the first minibatch.
-        """
-        first = self._epoch == 1 and self._next <= self.batch_size
-        return first or self.num_epochs is None or self._epoch >= self.num_epochs
-
-    def start(self) -> None:
-        """Begin with the epochs over a rollout."""
-        self._epoch = 0
-
-    def shuffle(self, rollout: TensorDictBase) -> TensorDictBase:
-        """All frames of the rollout in a new order, ``[F]``."""
-        if rollout.numel() % self.batch_size:
-            raise ValueError(
-                f"a rollout of {rollout.numel()} frames can't be cut into minibatches of "
-                f"{self.batch_size}: it must be a multiple."
-            )
-        self._epoch += 1
-        self._next = 0
-        if self.keys is not None:
-            rollout = rollout.select(*self.keys, strict=False)
-        # One copy of everything here, so that the minibatches can be views.
-        return rollout.reshape(-1)[torch.randperm(rollout.numel(), device=rollout.device)]
-
-    def draw(self, shuffled: TensorDictBase) -> TensorDictBase:
-        """The next minibatch of what :meth:`shuffle` returned."""
-        start = self._next
-        if start >= shuffled.numel():
-            raise StopIteration
-        self._next += self.batch_size
-        return shuffled[start : self._next]
-
-    def state_dict(self) -> dict[str, Any]:
-        """Nothing: minibatches do not outlive their rollout."""
-        return {}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Nothing to load."""

@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
-from tensordict.nn import TensorDictModule
+from tensordict.nn import TensorDictModule, TensorDictParams, set_skip_existing
 from torch import nn
 
 from minerva_torchrl.modules import DirectModule
+from minerva_torchrl.modules.direct import using
 
 
 def data() -> TensorDict:
@@ -56,9 +57,42 @@ def test_into_another() -> None:
     assert "y" not in inputs.keys()
 
 
-def test_from_keywords() -> None:
+def test_from_tensors_and_keywords() -> None:
     module = DirectModule(nn.Tanh(), ["x"], ["y"])
+    assert torch.equal(module(torch.ones(3)), torch.ones(3).tanh())
     assert torch.equal(module(x=torch.ones(3)), torch.ones(3).tanh())
+
+
+@pytest.mark.parametrize("skip", [False, True])
+def test_leaves_existing_outputs_alone_if_asked_to(skip: bool) -> None:
+    inputs = data().set("y", torch.zeros(3, 2))
+    with set_skip_existing(skip):
+        DirectModule(nn.Tanh(), ["x"], ["y"])(inputs)
+    assert inputs["y"].any() != skip
+
+
+def test_only_selected_outputs() -> None:
+    module = DirectModule(lambda x: (x + 1, x + 2), ["x"], ["y", "z"]).select_out_keys("z")
+    assert set(module(data()).keys()) == {"x", "z"}
+
+
+def test_hooks_run() -> None:
+    module, seen = DirectModule(nn.Tanh(), ["x"], ["y"]), []
+    module.register_forward_hook(lambda *_: seen.append(1))
+    module(data())
+    assert seen == [1]
+
+
+# TensorDict sets a flag of the compiler that newer versions of torch have dropped.
+@pytest.mark.filterwarnings("ignore:.*inline_inbuilt_nn_modules.*:FutureWarning")
+def test_in_compiled_code() -> None:
+    compiled = torch.compile(DirectModule(nn.Tanh(), ["x"], ["y"]), backend="eager", fullgraph=True)
+    assert_same(compiled(data()), data().set("y", data()["x"].tanh()))
+
+
+def test_missing_input_is_named() -> None:
+    with pytest.raises(KeyError, match="missing"):
+        DirectModule(nn.Tanh(), ["missing"], ["y"])(data())
 
 
 def test_wrong_number_of_outputs() -> None:
@@ -69,3 +103,24 @@ def test_wrong_number_of_outputs() -> None:
 def test_does_not_convert(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TensorDict, "from_any", lambda *_: pytest.fail("converted"))
     DirectModule(lambda x: (x + 1, x + 2), ["x"], ["y", "z"])(data())
+
+
+class TestUsing:
+    def test_own_parameters_are_not_exchanged(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        module = nn.Linear(2, 2)
+        own = TensorDictParams(TensorDict.from_module(module), no_convert=True)
+        monkeypatch.setattr(
+            TensorDictParams, "to_module", lambda *_, **__: pytest.fail("exchanged")
+        )
+        with using(module, own):
+            assert module.weight is own["weight"]
+
+    @pytest.mark.parametrize(
+        "module", [nn.Linear(2, 2), nn.BatchNorm1d(2)], ids=["other", "buffers"]
+    )
+    def test_others_are(self, module: nn.Module) -> None:
+        own = module.weight
+        params = TensorDictParams(TensorDict.from_module(module).apply(torch.zeros_like))
+        with using(module, params):
+            assert not module.weight.any()
+        assert module.weight is own

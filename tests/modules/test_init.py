@@ -6,8 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from minerva_torchrl.modules import orthogonal_init_
-from minerva_torchrl.objectives import PopArtHead
+from minerva_torchrl.modules import PopArtHead, orthogonal_init_
 
 
 def make_network() -> nn.Sequential:

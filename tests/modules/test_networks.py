@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from tensordict import TensorDict
@@ -10,7 +12,13 @@ from torchrl.modules import IndependentNormal, ProbabilisticActor, ValueOperator
 from torchrl.objectives import SoftUpdate
 
 from minerva_torchrl import MPOLoss
-from minerva_torchrl.modules import ControlTorso, GaussianPolicy, StateActionCritic
+from minerva_torchrl.modules import (
+    ControlTorso,
+    DirectModule,
+    GaussianPolicy,
+    StateActionCritic,
+    networks,
+)
 
 
 def plain_torso(torso: ControlTorso, x: Tensor) -> Tensor:
@@ -105,12 +113,124 @@ class TestCritic:
         data = {"observation": torch.randn(16, 3), "action": torch.randn(16, 2)}
         data = TensorDict({**data, "next": {**following, "done": end, "terminated": end}}, [16])
         expected = loss(data)
-        for rows in (1, 16 * 3, 16 * 20):
-            monkeypatch.setattr("minerva_torchrl.objectives._actor_critic._ROWS_PER_CHUNK", rows)
-            monkeypatch.setattr("minerva_torchrl.modules.networks._without_repeats", lambda x: x)
+        for rows in (1, 16 * 3, 16 * 20, None):
+            if rows is None:
+                monkeypatch.setattr(networks, "_without_repeats", lambda x: x)
+            else:
+                monkeypatch.setattr(networks, "_ROWS_PER_CHUNK", rows)
             output = loss(data)
             for key in expected.keys():
                 torch.testing.assert_close(output[key], expected[key], rtol=1e-4, atol=1e-5)
+
+
+class TestChunks:
+    """Many actions at each state are scored a few at a time."""
+
+    @pytest.fixture
+    def sizes(self, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+        """Grows by the number of actions per state with every pass through the torso."""
+        sizes: list[int] = []
+        rest = nn.Sequential.forward
+
+        def recorded(self: nn.Sequential, x: Tensor) -> Tensor:
+            sizes.append(len(x))
+            return rest(self, x)
+
+        monkeypatch.setattr(nn.Sequential, "forward", recorded)
+        monkeypatch.setattr(networks, "_ROWS_PER_CHUNK", 12)
+        return sizes
+
+    def make(self, n: int, *batch: int) -> tuple[StateActionCritic, Tensor, Tensor, Tensor]:
+        """A critic, expanded observations, actions, and their values one by one."""
+        critic = StateActionCritic(3, 2, (8, 6)).double()
+        observation = torch.randn(*batch, 3).double().expand(n, *batch, 3)
+        action = torch.randn(n, *batch, 2).double()
+        expected = critic(observation.contiguous(), action).detach()
+        return critic, observation, action, expected
+
+    @pytest.mark.parametrize(
+        ("n", "batch", "chunks"),
+        [
+            (6, (4,), [3, 3]),
+            (7, (4,), [3, 3, 1]),  # the last one is smaller
+            (3, (4,), [3]),
+            (2, (4,), [2]),
+            (5, (2, 3), [2, 2, 1]),
+            (2, (20,), [1, 1]),  # never less than one action
+            (5, (), [5]),
+            (1, (4,), [1]),
+            (4, (0,), [4]),
+        ],
+    )
+    def test_values_and_sizes(
+        self, n: int, batch: tuple[int, ...], chunks: list[int], sizes: list[int]
+    ) -> None:
+        critic, observation, action, expected = self.make(n, *batch)
+        sizes.clear()
+        with torch.no_grad():
+            actual = critic(observation, action)
+        torch.testing.assert_close(actual, expected)
+        assert sizes == chunks
+
+    def test_not_with_gradients(self, sizes: list[int]) -> None:
+        critic, observation, action, expected = self.make(7, 4)
+        sizes.clear()
+        action.requires_grad_()
+        value = critic(observation, action)
+        assert sizes == [7]
+        torch.testing.assert_close(value, expected)
+        actual = torch.autograd.grad(value.square().sum(), [action, *critic.parameters()])
+        plain = critic(observation.contiguous(), action)
+        gradients = torch.autograd.grad(plain.square().sum(), [action, *critic.parameters()])
+        for left, right in zip(actual, gradients, strict=True):
+            torch.testing.assert_close(left, right)
+
+    def test_not_for_one_action_at_each_state(self, sizes: list[int]) -> None:
+        critic, observation, action, expected = self.make(7, 4)
+        sizes.clear()
+        with torch.no_grad():
+            torch.testing.assert_close(critic(observation.contiguous(), action), expected)
+        assert sizes == [7]
+
+    def test_not_in_compiled_code(self, sizes: list[int]) -> None:
+        critic, observation, action, expected = self.make(7, 4)
+        graphs: list[Any] = []
+
+        def backend(graph: Any, inputs: Any) -> Any:
+            graphs.append(graph)
+            return graph
+
+        with torch.no_grad():
+            actual = torch.compile(critic, backend=backend, fullgraph=True)(observation, action)
+        torch.testing.assert_close(actual, expected)
+        assert not any("cat" in str(node.target) for node in graphs[0].graph.nodes)
+
+    def test_ensemble(self, sizes: list[int]) -> None:
+        """Parameters stacked, under ``torch.vmap``."""
+        critics = [self.make(7, 4)[0] for _ in range(3)]
+        _, observation, action, _ = self.make(7, 4)
+        expected = torch.stack([critic(observation.contiguous(), action) for critic in critics])
+        stacked = torch.func.stack_module_state(critics)
+
+        def call(*state: Any) -> Tensor:
+            return torch.func.functional_call(critics[0], state, (observation, action))
+
+        sizes.clear()
+        with torch.no_grad():
+            torch.testing.assert_close(torch.vmap(call)(*stacked), expected)
+        assert sizes == [3, 3, 1]
+
+    def test_through_a_tensordict_module(self, sizes: list[int]) -> None:
+        """Expanded with its TensorDict, an observation is still computed once."""
+        critic, observation, action, expected = self.make(7, 4)
+        keys = {"in_keys": ["observation", "action"], "out_keys": ["state_action_value"]}
+        states = TensorDict({"observation": observation[0]}, [4])
+        sizes.clear()
+        for module in (DirectModule(critic, **keys), ValueOperator(critic, **keys)):
+            with torch.no_grad():
+                data = module(states.expand(7, 4).set("action", action))
+            torch.testing.assert_close(data["state_action_value"], expected)
+        assert sizes == [3, 3, 1] * 2
 
 
 @pytest.mark.parametrize(

@@ -155,12 +155,10 @@ def test_vmpo_bounds_each_dimension_of_gaussian_policies(
 
 
 def test_minerva_seed_of_ppo() -> None:
-    trainer = build("ppo", "minerva-seed").trainer
-    assert rates(trainer.optimization_stepper.optimizer) == [2e-4]
-    assert trainer.optimization_stepper.optimizer.param_groups[0]["eps"] == 1e-5
-    assert trainer.num_epochs == 10
-    [minibatches] = [m for n, m in trainer._modules.items() if "minibatch" in n]
-    assert minibatches.batch_size == 32
+    stepper = build("ppo", "minerva-seed").trainer.optimization_stepper
+    assert rates(stepper.optimizer) == [2e-4]
+    assert stepper.optimizer.param_groups[0]["eps"] == 1e-5
+    assert (stepper.num_epochs, stepper.minibatch_size, stepper.target_kl) == (10, 32, None)
 
 
 def test_settings_without_a_preset_reach_their_objects() -> None:

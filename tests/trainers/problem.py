@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from torchrl.collectors import Collector
 from torchrl.data import LazyTensorStorage, SliceSampler, TensorDictReplayBuffer, Unbounded
 
 from minerva_torchrl import MPOLoss, MPOTrainer, VMPOTrainer, make_ppo_loss
+from minerva_torchrl.modules import DirectClipPPOLoss
 from minerva_torchrl.objectives.ppo import estimate_advantage
 from minerva_torchrl.trainers import (
     MPOOptimizationStepper,
@@ -24,7 +26,6 @@ from minerva_torchrl.trainers import (
 )
 from tests.envs.scripted import make_batched
 from tests.objectives import base, ppo_problem, vmpo_problem
-from tests.trainers.test_ppo_loop import ListCollector
 
 KINDS = ["mpo", "mpo-solve", "vmpo-gradient", "vmpo-solve", "ppo"]
 LEARNING_RATE = 1e-2
@@ -62,8 +63,10 @@ class Problem:
         policy, critic = ppo_problem.make_networks(torch.float32)
         self.actor = ppo_problem.make_actor(policy)
         self.behaviour = copy.deepcopy(self.actor)
+        settings = {"loss_class": DirectClipPPOLoss} | settings
         self.loss = make_ppo_loss(self.actor, ppo_problem.make_critic(critic), **settings)
-        self.stepper = PPOOptimizationStepper(torch.optim.Adam(self.loss.parameters(), **adam))
+        optimizer = torch.optim.Adam(self.loss.parameters(), **adam)
+        self.stepper = PPOOptimizationStepper(optimizer, num_epochs=1, minibatch_size=20)
 
     def batch(self, seed: int) -> TensorDict:
         """What a collector would give: ``[2, 4]`` transitions, or a rollout ``[4, 5]``."""
@@ -89,16 +92,19 @@ class Problem:
         return copy.deepcopy(state)
 
     def trainer(self, batches: list[TensorDict], **kwargs: Any) -> Any:
-        """A trainer on batches that were collected before."""
+        """A trainer on batches that were collected before; for PPO with settings of its stepper."""
         frames = batches[0].numel()
         kwargs = {"total_frames": frames * len(batches), "progress_bar": False} | kwargs
-        kwargs |= {"loss_module": self.loss, "optimization_stepper": self.stepper}
         kwargs.setdefault("collector", FakeCollector(batches))
+        if self.algorithm == "ppo":
+            settings = {"num_epochs": 2, "minibatch_size": 5, "target_kl": None}
+            settings = {name: kwargs.pop(name, default) for name, default in settings.items()}
+            self.stepper = PPOOptimizationStepper(self.stepper.optimizer, **settings)
+        kwargs |= {"loss_module": self.loss, "optimization_stepper": self.stepper}
         if self.algorithm == "vmpo":
             return VMPOTrainer(**kwargs)
         if self.algorithm == "ppo":
-            defaults = {"frames_per_batch": frames, "minibatch_size": 5, "num_epochs": 2}
-            return make_ppo_trainer(**defaults | kwargs)
+            return make_ppo_trainer(frames_per_batch=frames, **kwargs)
         kwargs.setdefault("replay_buffer", make_buffer())
         kwargs.setdefault("target_net_updater", make_target_updater(self.loss, period=3))
         return MPOTrainer(**{"optim_steps_per_batch": 2} | kwargs)
@@ -128,12 +134,20 @@ def make_vmpo_stepper(loss: Any, **adam: Any) -> VMPOOptimizationStepper:
 # Environments and collection ---------------------------------------------------------------------
 
 
-class FakeCollector(ListCollector):
+class FakeCollector:
     """Yields batches that were collected before, and notes the weights that it is given."""
 
+    init_random_frames = 0
+
     def __init__(self, batches: list[TensorDict]) -> None:
-        super().__init__(batches)
+        self.batches = batches
         self.weights: list[TensorDictBase] = []
+
+    def __iter__(self) -> Iterator[TensorDict]:
+        return iter(self.batches)
+
+    def shutdown(self) -> None:
+        pass
 
     def update_policy_weights_(self, weights: TensorDictBase) -> None:
         self.weights.append(weights.data.clone())

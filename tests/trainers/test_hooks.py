@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -10,8 +9,8 @@ import torch
 from tensordict import TensorDict
 from torchrl.objectives import HardUpdate, SoftUpdate
 
-from minerva_torchrl.trainers import KLEarlyStop, make_target_updater
-from minerva_torchrl.trainers.hooks import FiniteBatches, Minibatches, ReplayMemory
+from minerva_torchrl.trainers import make_target_updater
+from minerva_torchrl.trainers.hooks import FiniteBatches, ReplayMemory
 from tests.envs.scripted import save_and_load
 from tests.trainers.problem import (
     Problem,
@@ -246,94 +245,6 @@ class TestSlices:
         before = memory.replay_buffer[:].clone()
         memory.sample()
         assert_identical(memory.replay_buffer[:], before)
-
-
-# Minibatches -------------------------------------------------------------------------------------
-
-
-def draw_all(minibatches: Minibatches, rollout: TensorDict) -> list[TensorDict]:
-    shuffled, drawn = minibatches.shuffle(rollout), []
-    while True:
-        try:
-            drawn.append(minibatches.draw(shuffled))
-        except StopIteration:
-            return drawn
-
-
-class TestMinibatches:
-    def test_every_frame_once_per_epoch_in_a_new_order(self) -> None:
-        torch.manual_seed(0)
-        rollout = numbered_steps(ENDED, OTHER)
-        minibatches, epochs = Minibatches(8), []
-        for _ in range(3):
-            drawn = draw_all(minibatches, rollout)
-            assert [minibatch.shape for minibatch in drawn] == [(8,)] * 4
-            epochs.append([tuple(o) for m in drawn for o in m["observation"].tolist()])
-        frames = Counter(tuple(o) for o in rollout["observation"].reshape(-1, 2).tolist())
-        assert all(Counter(epoch) == frames for epoch in epochs)
-        assert len({tuple(epoch) for epoch in epochs}) == 3
-
-    def test_rows_stay_together(self) -> None:
-        rollout = numbered_steps(ENDED, OTHER)
-        rows = {tuple(row["observation"].tolist()): row for row in rollout.reshape(-1).unbind(0)}
-        for minibatch in draw_all(Minibatches(8), rollout):
-            for row in minibatch.unbind(0):
-                assert_identical(row, rows[tuple(row["observation"].tolist())])
-
-    def test_keys(self) -> None:
-        minibatches = Minibatches(8, keys=["observation", ("next", "reward"), "absent"])
-        drawn = draw_all(minibatches, numbered_steps(ENDED))
-        assert set(drawn[0].keys(True, True)) == {"observation", ("next", "reward")}
-
-    def test_rejects(self) -> None:
-        with pytest.raises(ValueError, match=r"of 16 frames .* minibatches of 5: .* a multiple"):
-            Minibatches(5).shuffle(numbered_steps(ENDED))
-        with pytest.raises(ValueError, match=r"^batch_size must be at least 1, got 0"):
-            Minibatches(0)
-
-    def test_has_no_state(self) -> None:
-        minibatches = Minibatches(8)
-        assert minibatches.state_dict() == {}
-        minibatches.load_state_dict({})
-
-    @pytest.mark.parametrize(("target_kl", "epochs"), [(1e-9, 1), (None, 3)])
-    def test_with_early_stopping(self, target_kl: float | None, epochs: int) -> None:
-        """Epochs that are left out draw no minibatch; the next rollout is used again."""
-        problem = Problem("ppo")
-        drawn: list[int] = []
-        trainer = problem.trainer([problem.batch(seed) for seed in (1, 2)], num_epochs=3)
-        if target_kl is not None:
-            KLEarlyStop(target_kl).register(trainer)
-        trainer.register_op("process_optim_batch", lambda batch: drawn.append(batch.numel()))
-        trainer.train()
-        assert drawn == [5] * 4 * epochs * 2
-
-    def test_metrics_that_are_left_out_are_not_missed(self) -> None:
-        """A trainer reports averages over the last epoch, and nothing else is computed."""
-        reports: list[list[dict[str, float]]] = []
-        computed: list[list[bool]] = []
-        for all_metrics in (False, True):
-            problem = Problem("ppo")
-            trainer = problem.trainer([problem.batch(seed) for seed in (1, 2)], num_epochs=3)
-            if all_metrics:
-                trainer.minibatches.num_epochs = None
-            reported: list[dict[str, float]] = []
-            trainer.register_op(
-                "post_optim_complete_log",
-                lambda _, td, to=reported: to.append({k: v.item() for k, v in td.items()}),
-            )
-            counted: list[bool] = []
-            trainer.register_op(
-                "process_optim_batch",
-                lambda _, to=counted, of=trainer.minibatches: to.append(of.metrics_count),
-            )
-            torch.manual_seed(0)
-            trainer.train()
-            reports.append(reported)
-            computed.append(counted)
-        assert reports[0] == reports[1]
-        assert {"kl_approx", "ESS", "loss_critic"} < set(reports[0][0])
-        assert computed == [([True] + [False] * 7 + [True] * 4) * 2, [True] * 24]
 
 
 # Targets -----------------------------------------------------------------------------------------

@@ -1,8 +1,5 @@
 from __future__ import annotations
 
-from collections.abc import Iterator
-from itertools import pairwise
-
 import pytest
 import torch
 from tensordict import TensorDict
@@ -10,8 +7,6 @@ from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl.modules import OneHotCategorical, ProbabilisticActor
-from torchrl.trainers import Trainer
-from torchrl.trainers.trainers import DefaultOptimizationStepper
 
 from minerva_torchrl.modules import StateIndependentScale
 from minerva_torchrl.objectives.ppo import estimate_advantage, make_ppo_loss
@@ -21,8 +16,6 @@ from tests.objectives.ppo_problem import (
     make_actor,
     make_critic,
     make_mlp,
-    make_networks,
-    make_rollout,
     total_loss,
 )
 
@@ -63,110 +56,6 @@ class TestEarlyStopInALoop:
             KLEarlyStop(float("nan"))
         with pytest.raises(RuntimeError, match="at least one observe"):
             KLEarlyStop(0.1).epoch_done()
-
-
-class ListCollector:
-    """The part of a collector that the Trainer needs."""
-
-    init_random_frames = 0
-
-    def __init__(self, rollouts: list[TensorDict]) -> None:
-        self.rollouts = rollouts
-
-    def __iter__(self) -> Iterator[TensorDict]:
-        return iter(self.rollouts)
-
-    def shutdown(self) -> None:
-        pass
-
-
-# TorchRL warns that steppers will replace the stage that it itself uses for a plain optimiser.
-@pytest.mark.filterwarnings("ignore:The 'optimizer' hook stage will be replaced:FutureWarning")
-class TestEarlyStopInATrainer:
-    num_epochs, num_minibatches = 6, 4
-
-    def train(
-        self, target_kl: float | None, with_stepper: bool
-    ) -> tuple[list[int], list[nn.Parameter], KLEarlyStop, Trainer]:
-        """Train on two rollouts; the minibatches drawn from each are counted."""
-        policy, critic = make_networks()
-        actor = make_actor(policy)
-        loss = make_ppo_loss(actor, make_critic(critic))
-        rollouts = [make_rollout(actor, seed=seed) for seed in (1, 2)]
-        drawn = [0]
-
-        trainer = Trainer(
-            collector=ListCollector([estimate_advantage(loss, r) for r in rollouts]),
-            total_frames=128,
-            frame_skip=1,
-            optim_steps_per_batch=self.num_minibatches,
-            loss_module=loss,
-            optimizer=torch.optim.Adam(loss.parameters(), lr=LEARNING_RATE),
-            optimization_stepper=DefaultOptimizationStepper() if with_stepper else None,
-            num_epochs=self.num_epochs,
-            progress_bar=False,
-        )
-
-        def draw_minibatch(batch: TensorDict) -> TensorDict:
-            rows = slice(16 * (drawn[0] % 4), 16 * (drawn[0] % 4) + 16)
-            drawn[0] += 1
-            return batch.reshape(-1)[rows]
-
-        counts = [0]
-        trainer.register_op("process_optim_batch", draw_minibatch)
-        trainer.register_op("post_steps", lambda: counts.append(drawn[0]))
-        early_stop = KLEarlyStop(target_kl)
-        early_stop.register(trainer)
-        trainer.train()
-        per_rollout = [after - before for before, after in pairwise(counts)]
-        return per_rollout, list(loss.parameters()), early_stop, trainer
-
-    @pytest.mark.parametrize("with_stepper", [False, True])
-    def test_disabled_runs_every_epoch(self, with_stepper: bool) -> None:
-        per_rollout, _, early_stop, trainer = self.train(None, with_stepper)
-        assert per_rollout == [self.num_epochs * self.num_minibatches] * 2
-        assert early_stop.epochs_run == self.num_epochs
-        assert trainer._log_dict["epochs_run"] == [6.0, 6.0]
-
-    @pytest.mark.parametrize("with_stepper", [False, True])
-    def test_stops_the_epochs_of_a_rollout_but_not_training(self, with_stepper: bool) -> None:
-        per_rollout, _, early_stop, trainer = self.train(1e-9, with_stepper)
-        # One epoch each: no minibatch is drawn for the epochs left out, and the second rollout
-        # is used as well.
-        assert per_rollout == [self.num_minibatches] * 2
-        assert early_stop.stopped
-        assert trainer.collected_frames == 128
-        assert trainer._log_dict["epochs_run"] == [1.0, 1.0]
-        assert all(kl > 1e-9 for kl in trainer._log_dict["kl_k3"])
-
-    def test_stops_where_a_loop_would_stop(self) -> None:
-        target_kl = 0.02
-        policy, critic = make_networks()
-        actor = make_actor(policy)
-        loss = make_ppo_loss(actor, make_critic(critic))
-        optimizer = torch.optim.Adam(loss.parameters(), lr=LEARNING_RATE)
-        rollouts = [estimate_advantage(loss, make_rollout(actor, seed=seed)) for seed in (1, 2)]
-        early_stop = KLEarlyStop(target_kl)
-        epochs = []
-        for rollout in rollouts:
-            early_stop.start_rollout()
-            for _ in range(self.num_epochs):
-                for minibatch in rollout.reshape(-1).split(16):
-                    losses = loss(minibatch)
-                    early_stop.observe(losses)
-                    total_loss(losses).backward()
-                    optimizer.step()
-                    optimizer.zero_grad()
-                if early_stop.epoch_done():
-                    break
-            epochs.append(early_stop.epochs_run)
-        assert 1 < epochs[0] < self.num_epochs  # neither at once nor never
-
-        for with_stepper in (False, True):
-            per_rollout, parameters, _, _ = self.train(target_kl, with_stepper)
-            assert per_rollout == [self.num_minibatches * count for count in epochs]
-            for parameter, expected in zip(parameters, loss.parameters(), strict=True):
-                torch.testing.assert_close(parameter, expected, rtol=1e-9, atol=1e-12)
 
 
 # Learning rate -----------------------------------------------------------------------------------

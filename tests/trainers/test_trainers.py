@@ -158,10 +158,7 @@ class TestPPOIsALoop:
         for rollout in rollouts:
             data = estimate_advantage(loss, rollout.clone()).reshape(-1)
             early_stop.start_rollout()
-            for _ in range(self.num_epochs):
-                order = torch.randperm(len(data))  # a Trainer shuffles even what it leaves out
-                if early_stop.stopped:
-                    continue
+            for order in [torch.randperm(len(data)) for _ in range(self.num_epochs)]:
                 for rows in order.split(self.minibatch_size):
                     losses = loss(data[rows])
                     early_stop.observe(losses)
@@ -169,7 +166,8 @@ class TestPPOIsALoop:
                     total_loss(losses).backward()
                     nn.utils.clip_grad_norm_(loss.parameters(), 0.5)
                     optimizer.step()
-                early_stop.epoch_done()
+                if early_stop.epoch_done():
+                    break
             epochs.append(early_stop.epochs_run)
             scheduler.step()
         return epochs
@@ -194,7 +192,7 @@ class TestPPOIsALoop:
         torch.manual_seed(5)
         trainer.train()
         assert_identical(problem.state(), expected)
-        assert target_kl is None or trainer._log_dict["epochs_run"] == epochs
+        assert trainer._log_dict["epochs_run"] == epochs
 
     def test_exposes_what_was_left_out(self) -> None:
         problem = Problem("ppo")
@@ -204,17 +202,11 @@ class TestPPOIsALoop:
         assert trainer.finite_batches.skipped_batches == 0
         assert trainer.finite_batches.skipped_updates == 0
 
-    @pytest.mark.parametrize(
-        ("kwargs", "message"),
-        [
-            ({"minibatch_size": 6}, "must be a multiple of minibatch_size, got 20 and 6"),
-            ({"minibatch_size": 0}, "minibatch_size must be at least 1, got 0"),
-        ],
-    )
-    def test_rejects(self, kwargs: dict[str, Any], message: str) -> None:
+    def test_rejects(self) -> None:
         problem = Problem("ppo")
+        message = "frames_per_batch must be a multiple of minibatch_size, got 20 and 6"
         with pytest.raises(ValueError, match=message):
-            problem.trainer([problem.batch(0)], **kwargs)
+            problem.trainer([problem.batch(0)], minibatch_size=6)
 
 
 # What TorchRL's own trainers get wrong -----------------------------------------------------------
@@ -246,19 +238,6 @@ class TestTraps:
         calls = count_calls(monkeypatch, problem.loss.value_estimator, "forward")
         problem.trainer([problem.batch(seed) for seed in range(3)]).train()
         assert len(calls) == 3
-
-    def test_every_ppo_epoch_has_the_same_advantages(self) -> None:
-        problem = Problem("ppo")
-        targets: list[Any] = []
-        trainer = problem.trainer([problem.batch(0)], num_epochs=3, minibatch_size=20)
-        keys = ("advantage", "value_target", "state_value")
-        trainer.register_op(
-            "process_optim_batch",
-            lambda batch: targets.append([batch[k].sort(0)[0].flatten() for k in keys]),
-        )
-        trainer.train()
-        assert len(targets) == 3
-        assert_identical(targets[1:], [targets[0]] * 2)
 
     @pytest.mark.parametrize("kind", ["mpo", "vmpo-solve", "ppo"])
     def test_refuses_random_frames(self, kind: str) -> None:

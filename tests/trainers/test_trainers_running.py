@@ -118,8 +118,8 @@ class TestWeights:
         else:
             loss = make_ppo_loss(actor, critic)
             optimizer = torch.optim.Adam(loss.parameters(), lr=1e-2)
-            settings |= {"optimization_stepper": PPOOptimizationStepper(optimizer)}
-            settings |= {"frames_per_batch": 16, "minibatch_size": 8, "num_epochs": 2}
+            stepper = PPOOptimizationStepper(optimizer, num_epochs=2, minibatch_size=8)
+            settings |= {"optimization_stepper": stepper, "frames_per_batch": 16}
             trainer = make_ppo_trainer(loss_module=loss, **settings)
         trainer.train()
         return loss, trainer

@@ -12,7 +12,7 @@ from torch import nn
 from torchrl.modules import OneHotCategorical, ProbabilisticActor, TanhNormal, ValueOperator
 from torchrl.objectives import ClipPPOLoss
 
-from minerva_torchrl.objectives.clip_ppo import DirectClipPPOLoss
+from minerva_torchrl.modules import DirectClipPPOLoss
 from minerva_torchrl.objectives.ppo import estimate_advantage, make_ppo_loss
 from tests.objectives.ppo_problem import make_actor, make_critic, make_networks, make_rollout
 
@@ -22,9 +22,9 @@ def make_losses(**kwargs: Any) -> tuple[ClipPPOLoss, DirectClipPPOLoss, TensorDi
     torch.manual_seed(0)
     policy, critic = make_networks()
     actor, value = make_actor(policy), make_critic(critic)
-    theirs = make_ppo_loss(actor, value, loss_class=ClipPPOLoss, **kwargs)
-    ours = make_ppo_loss(actor, value, **kwargs)
-    assert type(ours) is DirectClipPPOLoss
+    theirs = make_ppo_loss(actor, value, **kwargs)
+    assert type(theirs) is ClipPPOLoss
+    ours = make_ppo_loss(actor, value, loss_class=DirectClipPPOLoss, **kwargs)
     minibatch = estimate_advantage(theirs, make_rollout(actor, seed=1)).reshape(-1)
     with torch.no_grad():
         for parameter in (*policy.parameters(), *critic.parameters()):
@@ -112,8 +112,8 @@ def test_discrete_actions(torchrls_way: list[bool]) -> None:
         return_log_prob=True,
     )
     critic = ValueOperator(nn.Linear(3, 1), in_keys=["observation"])
-    theirs = make_ppo_loss(actor, critic, loss_class=ClipPPOLoss)
-    ours = make_ppo_loss(actor, critic)
+    theirs = make_ppo_loss(actor, critic)
+    ours = make_ppo_loss(actor, critic, loss_class=DirectClipPPOLoss)
     with torch.no_grad():
         data = actor(TensorDict({"observation": torch.randn(32, 3)}, [32]))
         network.weight.add_(0.3)
@@ -133,7 +133,8 @@ def test_policy_without_a_formula_for_its_entropy_runs_once(torchrls_way: list[b
         distribution_class=TanhNormal,
         return_log_prob=True,
     )
-    loss = make_ppo_loss(actor, ValueOperator(nn.Linear(3, 1), in_keys=["observation"]))
+    critic = ValueOperator(nn.Linear(3, 1), in_keys=["observation"])
+    loss = make_ppo_loss(actor, critic, loss_class=DirectClipPPOLoss)
     with torch.no_grad():
         data = actor(TensorDict({"observation": torch.randn(32, 3)}, [32]))
     for key in ("advantage", "value_target", "state_value"):

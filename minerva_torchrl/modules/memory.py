@@ -6,6 +6,8 @@ from functools import cache
 
 import torch
 
+__all__ = ["keep_freed_memory"]
+
 
 @cache
 def keep_freed_memory() -> None:

@@ -9,8 +9,7 @@ import pytest
 FAULTS = """
 import resource
 import torch
-from minerva_torchrl.modules import StateActionCritic
-from minerva_torchrl.objectives._memory import keep_freed_memory
+from minerva_torchrl.modules import StateActionCritic, keep_freed_memory
 {before}
 critic = StateActionCritic(17, 6, (512, 256))
 observation, action = torch.randn(1024, 17), torch.randn(1024, 6)

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -13,11 +14,12 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl.modules import IndependentNormal, ProbabilisticActor
 from torchrl.objectives import ClipPPOLoss
 
-from minerva_torchrl.modules import StateIndependentScale
-from minerva_torchrl.objectives import VMPOLoss
-from minerva_torchrl.objectives.popart import (
+import minerva_torchrl.objectives
+from minerva_torchrl.modules import DirectClipPPOLoss, StateIndependentScale
+from minerva_torchrl.modules.popart import (
     PopArtClipPPOLoss,
     PopArtHead,
+    PopArtVMPOLoss,
     popart_normalize,
     popart_scale,
     popart_update_,
@@ -287,8 +289,7 @@ class TestInsideALoss:
         loss = make_ppo_loss(actor, critic, loss_class=PopArtClipPPOLoss, **settings_)
         rollout = estimate_advantage(loss, make_rollout(actor))
         popart_update_(loss, rollout["value_target"])
-        plain = make_ppo_loss(actor, critic, loss_class=ClipPPOLoss, **settings_)
-        assert type(plain) is ClipPPOLoss
+        plain = ClipPPOLoss(actor, critic, critic_coeff=0.25, loss_critic_type="l2", **settings_)
         data = rollout.reshape(-1)
         parameters = list(critic.parameters())
         expected = torch.autograd.grad(loss(data)["loss_critic"], parameters)
@@ -296,19 +297,43 @@ class TestInsideALoss:
         for left, right in zip(torch.autograd.grad(scaled, parameters), expected, strict=True):
             torch.testing.assert_close(left, right)
 
-    def test_with_vmpo(self) -> None:
+    @pytest.mark.parametrize("clip_value", [None, 0.05])
+    def test_with_vmpo(self, clip_value: float | None) -> None:
         actor, critic, head = make_networks()
-        loss = VMPOLoss(actor, critic)
+        loss = PopArtVMPOLoss(actor, critic, clip_value=clip_value)
         loss.make_value_estimator("gae", gamma=0.99, lmbda=0.95)
         rollout = estimate_advantage(loss, make_rollout(actor))
         popart_update_(loss, rollout["value_target"])
         again = estimate_advantage(loss, rollout.clone())
         torch.testing.assert_close(again["state_value"], rollout["state_value"], rtol=1e-6, atol=0)
         data = rollout.reshape(-1)
-        value = critic(data.clone())["state_value"]
-        error = head.normalize(value) - head.normalize(data["value_target"])
-        expected = loss.critic_coeff * error.square().mean()
+        data["state_value"] += 300.0 * torch.randn_like(data["state_value"])
+        value, target, old = (
+            head.normalize(x)
+            for x in (
+                critic(data.clone())["state_value"],
+                data["value_target"],
+                data["state_value"],
+            )
+        )
+        error = (value - target).square()
+        if clip_value is not None:
+            clipped = old + (value - old).clamp(-clip_value, clip_value)
+            error = torch.maximum(error, (clipped - target).square())
+        expected = loss.critic_coeff * error.mean()
         torch.testing.assert_close(loss(data)["loss_critic"], expected)
+
+    @pytest.mark.parametrize("loss_class", [PopArtClipPPOLoss, PopArtVMPOLoss])
+    def test_all_inputs_of_the_value_loss_are_normalised(self, loss_class: Any) -> None:
+        """The seam that the losses have for it: target, value, stored value."""
+        actor, critic, head = make_networks()
+        loss = loss_class(actor, critic)
+        popart_update_(loss, 100.0 * torch.randn(24, 1, dtype=torch.float64))
+        target, value, old = torch.randn(3, 24, 1, dtype=torch.float64)
+        actual = loss._critic_loss_inputs(target, value, old)
+        for left, right in zip(actual, (target, value, old), strict=True):
+            torch.testing.assert_close(left, head.normalize(right))
+        assert loss._critic_loss_inputs(target, value, None)[2] is None
 
     def test_normalised_value_error_does_not_depend_on_the_scale_of_rewards(self) -> None:
         gradients = []
@@ -388,8 +413,23 @@ class TestInsideALoss:
             ValueError, match="exactly one PopArtHead, got PopArtClipPPOLoss with 0"
         ):
             make_ppo_loss(actor, critic, loss_class=PopArtClipPPOLoss)
+        with pytest.raises(ValueError, match="exactly one PopArtHead, got PopArtVMPOLoss with 0"):
+            PopArtVMPOLoss(actor, critic)
         plain = make_ppo_loss(actor, critic)
-        with pytest.raises(
-            ValueError, match="exactly one PopArtHead, got DirectClipPPOLoss with 0"
-        ):
+        with pytest.raises(ValueError, match="exactly one PopArtHead, got ClipPPOLoss with 0"):
             popart_update_(plain, torch.zeros(3, 1))
+
+    @pytest.mark.parametrize("loss_class", [ClipPPOLoss, DirectClipPPOLoss])
+    def test_refuses_a_loss_in_real_units(self, loss_class: type[ClipPPOLoss]) -> None:
+        actor, critic, _ = make_networks()
+        message = rf"a PopArtHead, .* but {loss_class.__name__} .* Use PopArtClipPPOLoss"
+        with pytest.raises(ValueError, match=message):
+            make_ppo_loss(actor, critic, loss_class=loss_class)
+
+
+def test_objectives_give_the_same_names() -> None:
+    assert minerva_torchrl.objectives.PopArtHead is PopArtHead
+    assert minerva_torchrl.objectives.PopArtClipPPOLoss is PopArtClipPPOLoss
+    assert minerva_torchrl.objectives.popart_update_ is popart_update_
+    with pytest.raises(AttributeError, match="has no attribute 'PopArt'"):
+        _ = minerva_torchrl.objectives.PopArt

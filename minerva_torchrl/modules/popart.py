@@ -10,11 +10,13 @@ import torch
 from torch import Tensor, nn
 from torchrl.objectives import LossModule
 
-from minerva_torchrl.objectives.clip_ppo import DirectClipPPOLoss
+from minerva_torchrl.modules.clip_ppo import DirectClipPPOLoss
+from minerva_torchrl.objectives.vmpo import VMPOLoss
 
 __all__ = [
     "PopArtClipPPOLoss",
     "PopArtHead",
+    "PopArtVMPOLoss",
     "popart_heads",
     "popart_normalize",
     "popart_scale",
@@ -48,11 +50,11 @@ class PopArtHead(nn.Linear):
     estimators work unchanged. The regression belongs on the normalised scale, where its gradient
     does not grow with the returns: compare :meth:`normalize` of the value with :meth:`normalize` of
     the target, which for a squared error is the error in real units divided by :math:`\sigma^2`.
-    :class:`PopArtClipPPOLoss` does so for PPO (a plain ``ClipPPOLoss`` takes the error in real
-    units), and :class:`~minerva_torchrl.objectives.VMPOLoss` does so by itself. In a loss of one's
-    own with a ``critic_network`` use :func:`popart_normalize`; for a loss that cannot be changed,
-    :func:`popart_scale`. Update once per rollout, after the targets were computed and before the
-    first step on them, with :func:`popart_update_`.
+    :class:`PopArtClipPPOLoss` does so for PPO and :class:`PopArtVMPOLoss` for V-MPO; other losses
+    take the error in real units. In a loss of one's own with a ``critic_network`` use
+    :func:`popart_normalize`; for a loss that cannot be changed, :func:`popart_scale`. Update once
+    per rollout, after the targets were computed and before the first step on them, with
+    :func:`popart_update_`.
 
     References: van Hasselt et al. 2016, https://arxiv.org/abs/1602.07714; Hessel et al. 2018,
     https://arxiv.org/abs/1809.04474. The bounds are those of V-MPO,
@@ -83,6 +85,7 @@ class PopArtHead(nn.Linear):
         1.0
     """
 
+    normalizes_targets = True  # for losses, which must do so as well
     mean: Tensor
     variance: Tensor
     debias_weight: Tensor
@@ -288,7 +291,25 @@ def popart_normalize(loss: LossModule, *values: Tensor) -> tuple[Tensor, ...]:
         return tuple(head.normalize(value) for value in values)
 
 
-class PopArtClipPPOLoss(DirectClipPPOLoss):
+class _NormalizedCritic:
+    """The part of a loss that takes the error of its critic on the scale of a PopArt head."""
+
+    normalizes_targets = True
+
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        popart_scale(self)  # refuses a critic without a head now rather than in the first step
+
+    def _critic_loss_inputs(
+        self: Any, target_return: Tensor, state_value: Tensor, old_state_value: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        target_return, state_value = popart_normalize(self, target_return, state_value)
+        if old_state_value is not None:
+            (old_state_value,) = popart_normalize(self, old_state_value)
+        return target_return, state_value, old_state_value
+
+
+class PopArtClipPPOLoss(_NormalizedCritic, DirectClipPPOLoss):
     r"""Clipped PPO loss whose value error is taken on the scale of a :class:`PopArtHead`.
 
     Value, target and stored value are all turned into :math:`(x - \mu) / \sigma` before the value
@@ -341,14 +362,29 @@ class PopArtClipPPOLoss(DirectClipPPOLoss):
         True
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        popart_scale(self)  # refuses a critic without a head now rather than in the first step
 
-    def _critic_loss_inputs(
-        self, target_return: Tensor, state_value: Tensor, old_state_value: Tensor | None
-    ) -> tuple[Tensor, Tensor, Tensor | None]:
-        target_return, state_value = popart_normalize(self, target_return, state_value)
-        if old_state_value is not None:
-            (old_state_value,) = popart_normalize(self, old_state_value)
-        return target_return, state_value, old_state_value
+class PopArtVMPOLoss(_NormalizedCritic, VMPOLoss):
+    r"""V-MPO loss whose value error is taken on the scale of a :class:`PopArtHead`.
+
+    As with :class:`PopArtClipPPOLoss`, ``clip_value`` is in units of :math:`\sigma`.
+
+    Takes the arguments of :class:`~minerva_torchrl.objectives.VMPOLoss`; the critic must contain
+    exactly one :class:`PopArtHead`.
+
+    Examples:
+        >>> from tensordict.nn import TensorDictModule
+        >>> from torchrl.modules import IndependentNormal, NormalParamExtractor, ProbabilisticActor
+        >>> policy = nn.Sequential(nn.Linear(3, 4), NormalParamExtractor())
+        >>> actor = ProbabilisticActor(
+        ...     TensorDictModule(policy, in_keys=["observation"], out_keys=["loc", "scale"]),
+        ...     in_keys=["loc", "scale"],
+        ...     distribution_class=IndependentNormal,
+        ... )
+        >>> critic = TensorDictModule(
+        ...     PopArtHead(3, step_size=0.1), in_keys=["observation"], out_keys=["state_value"]
+        ... )
+        >>> loss = PopArtVMPOLoss(actor, critic)
+        >>> popart_update_(loss, 1000.0 * torch.randn(64, 1))
+        >>> bool(popart_scale(loss) > 500.0)
+        True
+    """

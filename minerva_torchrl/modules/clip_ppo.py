@@ -14,7 +14,7 @@ from torchrl.modules.distributions.utils import has_analytic_entropy
 from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.utils import _clip_value_loss, distance_loss
 
-from minerva_torchrl.objectives._calls import call_module, get_dist, using
+from minerva_torchrl.modules.direct import using
 
 __all__ = ["DirectClipPPOLoss"]
 
@@ -96,14 +96,14 @@ class DirectClipPPOLoss(ClipPPOLoss):
     def _current_dist(self, tensordict: TensorDictBase) -> D.Distribution:
         inputs = tensordict.select(*self.actor_network.in_keys)
         with using(self.actor_network, self.actor_network_params):
-            return get_dist(self.actor_network, inputs)
+            return self.actor_network.get_dist(inputs)
 
     def _value(self, tensordict: TensorDictBase) -> Tensor:
         inputs = tensordict.select(*self.critic_network.in_keys)
         if self.separate_losses:
             inputs = inputs.detach()
         with using(self.critic_network, self.critic_network_params):
-            return call_module(self.critic_network, inputs).get(self.tensor_keys.value)
+            return self.critic_network(inputs).get(self.tensor_keys.value)
 
     def _objective(
         self, log_weight: Tensor, advantage: Tensor, with_metrics: bool
