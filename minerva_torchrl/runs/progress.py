@@ -12,8 +12,9 @@ from typing import TextIO
 from tqdm import tqdm
 
 from minerva_torchrl.objectives._checks import check_count
+from minerva_torchrl.text import format_duration
 
-__all__ = ["Progress", "format_duration"]
+__all__ = ["Progress"]
 
 _BAR_INTERVAL = 0.1
 _SHORTEST_BAR = 5
@@ -120,9 +121,9 @@ class Progress:
         """Show an evaluation.
 
         Args:
-            result (mapping): with ``return_mean``, and ``return_std``, ``return_min`` and
-                ``return_max`` if they are known. The evaluation is one of now unless it has
-                ``frames``.
+            result (mapping): ``return_mean``, and ``return_std``, ``return_min`` and
+                ``return_max`` if they are known. ``frames`` is when the evaluation was made;
+                without it, that is at the last update.
         """
         self._evaluation = result["return_mean"]
         frames = int(result.get("frames", self._frames))
@@ -205,8 +206,8 @@ class Progress:
     def _bar_format(self) -> str:
         """The bar with as many details as the terminal has room for."""
         left = self._time_left()
-        times = tqdm.format_interval(self._now - self._start)
-        times += f"<{'?' if left is None else tqdm.format_interval(left)}"
+        times = format_duration(self._now - self._start)
+        times += f"<{'?' if left is None else format_duration(left)}"
         frames = _format_count(self.frames_per_second)
         updates = _format_count(self.updates_per_second)
         scores = self._scores(digits=3)
@@ -237,22 +238,6 @@ class Progress:
         """A sign that the stream does not know must not end the run."""
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
         return text.encode(encoding, "replace").decode(encoding)
-
-
-def format_duration(seconds: float) -> str:
-    """A duration as people say it.
-
-    Examples:
-        >>> [format_duration(seconds) for seconds in (12.3, 165, 3780)]
-        ['12s', '2m45s', '1h03m']
-    """
-    if not math.isfinite(seconds):
-        return "?"
-    minutes, rest = divmod(round(max(seconds, 0)), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours}h{minutes:02}m"
-    return f"{minutes}m{rest:02}s" if minutes else f"{rest}s"
 
 
 class _Bar(tqdm):

@@ -26,13 +26,14 @@ from minerva_torchrl.runs.checkpoints import Checkpoint, CheckpointError, Checkp
 from minerva_torchrl.runs.config import RunConfig
 from minerva_torchrl.runs.curve import draw_curve
 from minerva_torchrl.runs.evaluation import evaluate
+from minerva_torchrl.runs.files import replace_file, write_json
 from minerva_torchrl.runs.loggers import check_backend, close_logger, make_logger
 from minerva_torchrl.runs.metrics import MetricsBuffer
 from minerva_torchrl.runs.progress import Progress
-from minerva_torchrl.runs.records import CsvTable, replace_file, write_json
 from minerva_torchrl.runs.settings import hydra_text
 from minerva_torchrl.runs.signals import StopRequest
 from minerva_torchrl.runs.strict import ConfigError
+from minerva_torchrl.runs.tables import CsvTable
 from minerva_torchrl.runs.video import require_video_support, write_video
 
 __all__ = ["Run", "check_same_run", "python_command", "resume_argument"]
