@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from minerva_torchrl.runs.callbacks import Callback
 from minerva_torchrl.runs.checkpoints import (
     Checkpoint,
     CheckpointError,
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from minerva_torchrl.runs.run import Run
 
 __all__ = [
+    "Callback",
     "Checkpoint",
     "CheckpointError",
     "CheckpointStore",

@@ -128,7 +128,7 @@ class CsvTable:
         """Names of the columns."""
         return tuple(self._columns)
 
-    def append(self, row: Mapping[str, float | int | str | None]) -> None:
+    def append(self, row: Mapping[str, float | None]) -> None:
         """Add a row at the end.
 
         Args:
@@ -179,15 +179,11 @@ def _to_lines(rows: Iterable[Sequence[str]]) -> bytes:
 def _to_cell(name: str, value: object) -> str:
     if value is None:
         return ""
-    if isinstance(value, str):
-        if not value.isprintable():
-            raise ValueError(f"{name} must be one line of text, got {value!r}.")
-        return value
     if isinstance(value, Integral):
         return repr(int(value))
     if isinstance(value, Real):
         return repr(float(value))  # not repr(value), which for NumPy's is 'np.float64(0.5)'
-    raise TypeError(f"{name} must be a number, a text or None, got {type(value).__name__}.")
+    raise TypeError(f"{name} must be a number or None, got {type(value).__name__}.")
 
 
 def _to_number(cell: str) -> int | float | None:

@@ -12,7 +12,13 @@ import pytest
 
 from minerva_torchrl.runs.progress import Progress
 
-EVALUATION = {"return_mean": 701.23, "return_std": 12.3, "return_min": 680.0, "return_max": 720.0}
+EVALUATION = {
+    "frames": 6_800,
+    "return_mean": 701.23,
+    "return_std": 12.3,
+    "return_min": 680.0,
+    "return_max": 720.0,
+}
 EVALUATION_LINE = "   6,800 frames   evaluation 701.2 ± 12.3   (min 680, max 720)"
 
 
@@ -96,7 +102,7 @@ def test_lines_are_flushed_at_once(clock: Clock) -> None:
 def test_signs_that_the_stream_does_not_know(clock: Clock) -> None:
     raw = io.BytesIO()
     progress = Progress(20_000, title="→", stream=io.TextIOWrapper(raw, "ascii"), clock=clock)
-    progress.evaluated({**EVALUATION, "frames": 6_800})
+    progress.evaluated(EVALUATION)
     assert raw.getvalue() == EVALUATION_LINE.replace("±", "?").encode() + b"\n"
 
 
@@ -178,8 +184,9 @@ def test_missing_returns_keep_the_last(clock: Clock) -> None:
 )
 def test_scores(clock: Clock, value: float, text: str) -> None:
     stream = io.StringIO()
-    Progress(10, title="", stream=stream, clock=clock).evaluated({"return_mean": value})
-    assert stream.getvalue() == f"   0 frames   evaluation {text}\n"
+    progress = Progress(10, title="", stream=stream, clock=clock)
+    progress.evaluated({**EVALUATION, "return_mean": value})
+    assert stream.getvalue() == f"6,800 frames   evaluation {text} ± 12.3   (min 680, max 720)\n"
 
 
 @pytest.mark.parametrize(
@@ -264,7 +271,7 @@ def test_bar_fits_in_100_columns(clock: Clock, title: str) -> None:
     progress = Progress(20_000_000, title=title, stream=stream, clock=clock)
     clock.now += 99_999
     progress.update(6_812_345, 3_412_345, -12_345.678)
-    progress.evaluated({"return_mean": -98_765.4})
+    progress.evaluated({**EVALUATION, "return_mean": -98_765.4})
     *_, bar = drawn(stream)
     assert len(bar) <= 100
     assert bar.startswith(title[:100])
