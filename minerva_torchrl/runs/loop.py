@@ -98,8 +98,8 @@ class TrainingLoop:
             self._write_metrics()  # if it was the evaluation after which a callback ended the run
         if self._is_ending() or self._is_due(config.checkpoint.interval):
             self._save()
-        if run.stop_reason is not None:
-            self._trainer.request_stop(run.stop_reason)
+            if run.stop_reason is not None:  # a signal from now on waits for the next batch
+                self._trainer.request_stop(run.stop_reason)
 
     def _is_ending(self) -> bool:
         return self._run.is_complete or self._run.stop_reason is not None

@@ -112,6 +112,23 @@ def test_order_of_calls(tmp_path: Path) -> None:
     assert first.entries == [entry for entry in expected for _ in (first, second)]
 
 
+def test_the_collector_has_the_new_weights_before_anything_is_saved(tmp_path: Path) -> None:
+    diary = Diary()
+    config = tiny_config("vmpo", total_frames=100, checkpoint__best=False)
+    run = make_run(config, tmp_path, callbacks=[diary])
+    collector = run.assembly.collector
+    update_weights = collector.update_policy_weights_
+
+    def noted(*args: Any, **kwargs: Any) -> None:
+        update_weights(*args, **kwargs)
+        diary.note("weights", run)
+
+    collector.update_policy_weights_ = noted
+    run.train()
+    names = [name for name, frames in diary.entries if frames == 100]
+    assert names == ["batch", "update", "weights", "evaluation", "checkpoint", "end, 100"]
+
+
 def test_a_resumed_run_starts_again(tmp_path: Path) -> None:
     train_and_kill(tmp_path, "vmpo", at=150, callbacks=[Diary()])
     diary = Diary()

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import json
+import math
 import shutil
 import subprocess
 import sys
@@ -76,6 +78,26 @@ def test_a_link_is_not_followed(there: bool, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"run_dir .*run can't be used: its .lock is a link"):
         make_run(CONFIG, run_dir).train()
     assert content(tmp_path) == before
+
+
+# The summary -------------------------------------------------------------------------------------
+
+
+def test_json_has_null_for_what_is_not_finite(tmp_path: Path) -> None:
+    summary = {
+        "frames": 5,
+        "env": "x",
+        "final": math.nan,
+        "best": -math.inf,
+        "speed": 1.5,
+        "a": None,
+    }
+    with open_folder(tmp_path) as folder:
+        folder.write_summary(summary)
+    text = (tmp_path / "summary.json").read_text()
+    assert text.startswith('{\n  "frames": 5,\n  "env": "x"')
+    nothing = {"final": None, "best": None, "a": None}
+    assert json.loads(text, parse_constant=pytest.fail) == {**summary, **nothing}
 
 
 # Errors ------------------------------------------------------------------------------------------

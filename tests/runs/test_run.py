@@ -307,6 +307,12 @@ def test_a_signal_saves_and_stops(number: signal.Signals, tmp_path: Path) -> Non
     assert_same_runs(run.run_dir, train(tmp_path / "whole", "mpo", total_frames=100).run_dir)
 
 
+def test_a_signal_after_the_batch_was_saved_waits_for_the_next(tmp_path: Path) -> None:
+    run = make_run(tiny_config("mpo"), tmp_path)
+    after_records(run, lambda: signal.raise_signal(signal.SIGTERM) if run.frames == 60 else None)
+    assert run.train()["frames"] == run.saved_frames == open_checkpoint(tmp_path).frames == 80
+
+
 def test_a_second_interrupt_stops_at_once(tmp_path: Path) -> None:
     run = make_run(tiny_config("vmpo"), tmp_path)
     before = signal.getsignal(signal.SIGINT)
