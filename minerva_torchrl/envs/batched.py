@@ -236,7 +236,8 @@ class BatchedEnv(EnvBase):
         tensors = {name: torch.from_numpy(array) for name, array in arrays.items()}
         return TensorDict(tensors, batch_size=self.batch_size, device=self.device)
 
-    # What these check and add is right by construction, and they would take as long as a simulator.
+    # In TorchRL these two methods check what a step returns, and add what is missing. Here nothing
+    # is missing, and the checks would take as long as the simulation itself.
 
     def _step_proc_data(self, next_tensordict_out: TensorDictBase) -> TensorDictBase:
         return next_tensordict_out

@@ -100,7 +100,7 @@ def make_env(
         >>> make_env("cheeta-run")
         Traceback (most recent call last):
         ...
-        ValueError: there is no environment 'cheeta-run'. Did you mean 'cheetah-run' or ...
+        ValueError: there is no environment 'cheeta-run'. Did you mean 'cheetah-run'? ...
     """
     check_count("max_episode_steps", max_episode_steps, optional=True)
     if num_workers != 0:
@@ -142,7 +142,10 @@ def _make_base_env(name: str, **kwargs: Any) -> BatchedEnv:
 
 
 class _Workers(ParallelEnv):
-    """What ParallelEnv returns for these attributes by itself is always true."""
+    """A ``ParallelEnv`` that asks its processes for ``exact_state`` and ``step_limit``.
+
+    ``ParallelEnv`` itself would return an object for them that always counts as true.
+    """
 
     @property
     def exact_state(self) -> bool:

@@ -7,10 +7,10 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
-from minerva_torchrl.report.defaults import changes_to_preset
 from minerva_torchrl.report.groups import Group
 from minerva_torchrl.report.reading import RecordedRun
 from minerva_torchrl.report.values import setting_text
+from minerva_torchrl.runs.settings import hydra_text
 
 __all__ = ["commands", "override"]
 
@@ -49,9 +49,6 @@ def override(name: str, value: Any) -> str:
         >>> override("optim.lr_actor", 1e-3), override("optim.lr_scaling", "1/sqrt(M)")
         ('optim.lr_actor=1e-3', 'optim.lr_scaling="1/sqrt(M)"')
     """
-    # Only here: simulators are imported along with it.
-    from minerva_torchrl.runs.settings import hydra_text
-
     if isinstance(value, str):
         return f"{name}={hydra_text(value)}"
     return f"{name}={setting_text(value)}"
@@ -63,8 +60,7 @@ def _arguments(run: RecordedRun) -> list[str]:
     if run.preset != "default":
         arguments.append(override("preset", run.preset))
     arguments.append(override("total_frames", run.settings["total_frames"]))
-    changes = changes_to_preset(run)
-    return arguments + [override(name, value) for name, value in changes.items()]
+    return arguments + [override(name, value) for name, value in run.changes_to_preset.items()]
 
 
 def _joined(arguments: Sequence[str]) -> str:

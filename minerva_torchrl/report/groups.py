@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from minerva_torchrl.report.defaults import changes_to_preset
 from minerva_torchrl.report.estimates import MeanCurve, mean_curve
 from minerva_torchrl.report.reading import RecordedRun
 from minerva_torchrl.report.values import settings_text
@@ -41,7 +40,7 @@ class Group:
 
     @property
     def algo(self) -> str:
-        """``mpo``, ``vmpo`` or ``ppo``."""
+        """Name of the algorithm, for example ``mpo``."""
         return self.runs[0].algo
 
     @property
@@ -155,7 +154,7 @@ def _telling_settings(run: RecordedRun, names: Sequence[str]) -> Sequence[str]:
 
     If none is, then the name of the preset says it all, unless the run has other changes.
     """
-    changes = changes_to_preset(run)
+    changes = run.changes_to_preset
     telling = [name for name in names if name in changes or name == "total_frames"]
     others = [name for name in changes if name in run.learning_settings]
     return telling if telling or not others else names

@@ -34,6 +34,7 @@ from minerva_torchrl.report.tables import (
 )
 from minerva_torchrl.report.values import count
 from minerva_torchrl.report.webpage import to_html
+from minerva_torchrl.runs.files import replace_file
 
 __all__ = ["build_document", "make_report"]
 
@@ -100,9 +101,6 @@ def make_report(
         ...
         ValueError: there must be at least one run to report.
     """
-    # Only here: simulators are imported along with it.
-    from minerva_torchrl.runs.records import replace_file
-
     out = Path(out)
     if out.exists() and not out.is_dir():
         raise NotADirectoryError(f"out must be a folder, but {out} is a file.")

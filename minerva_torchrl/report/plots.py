@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from minerva_torchrl.report.groups import ALGORITHMS, Group
 from minerva_torchrl.report.references import Reference
 from minerva_torchrl.report.values import count
+from minerva_torchrl.runs.curve import TEXT_COLOUR, style_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -93,12 +94,10 @@ def draw_task(
     Returns:
         A PNG file.
     """
-    # Only here, because it takes long, and simulators are imported along with the style.
+    # Only here, because it takes long.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
-
-    from minerva_torchrl.runs.curve import TEXT_COLOUR, style_axes
 
     styles = line_styles(groups) if styles is None else styles
     texts = [_group_text(group) for group in groups] + [_reference_text(r) for r in references]

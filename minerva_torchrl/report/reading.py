@@ -2,26 +2,31 @@
 
 from __future__ import annotations
 
-import csv
 import json
 import math
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from minerva_torchrl.runs.checkpoints import CheckpointError
+from minerva_torchrl.runs.settings import affects_learning, load_config, parse_config
+from minerva_torchrl.runs.tables import TableError, read_table
+
 __all__ = ["LoadedRuns", "Problem", "RecordedRun", "flatten", "load_runs"]
 
 _FILES_OF_A_RUN = ("config.yaml", "eval.csv", "summary.json")
 # What a run or its logger writes in folders of its own; some of it has a config.yaml, too.
 _NOT_SEARCHED = ("checkpoints", "videos", "wandb", "tensorboard")
-# What does not change what is learned, besides the seed, and the task, which is told apart anyway.
-_BOOKKEEPING = ("algo", "env.name", "seed", "device", "run_dir", "resume", "num_threads")
-_BOOKKEEPING_SECTIONS = ("eval.", "checkpoint.", "logger.")
+# Settings that say which run it is. Runs are compared by the others.
+_IDENTITY = ("algo", "env.name", "seed")
+# Settings that a preset does not choose.
+_NOT_OF_A_PRESET = (*_IDENTITY, "preset", "total_frames", "run_dir", "resume")
 _SPEEDS = ("wall_seconds", "frames_per_second", "updates_per_second")
 
 
@@ -55,7 +60,7 @@ class RecordedRun:
 
     @property
     def algo(self) -> str:
-        """``mpo``, ``vmpo`` or ``ppo``."""
+        """Name of the algorithm, for example ``mpo``."""
         return self.settings["algo"]
 
     @property
@@ -79,9 +84,22 @@ class RecordedRun:
         return {
             name: value
             for name, value in self.settings.items()
-            if name not in _BOOKKEEPING
-            and not name.startswith(_BOOKKEEPING_SECTIONS)
+            if name not in _IDENTITY
+            and affects_learning(name)
             and (name != "total_frames" or self._depends_on_total_frames)
+        }
+
+    @property
+    def changes_to_preset(self) -> dict[str, Any]:
+        """The settings that are not those of the preset, by dotted name.
+
+        Seed, task, folder and number of frames are not among them.
+        """
+        preset = _preset_settings(self.algo, self.preset)
+        return {
+            name: value
+            for name, value in self.settings.items()
+            if name not in _NOT_OF_A_PRESET and value != preset[name]
         }
 
     @property
@@ -159,6 +177,11 @@ def flatten(settings: object, prefix: str = "") -> dict[str, Any]:
     return flat
 
 
+@cache
+def _preset_settings(algo: str, preset: str) -> dict[str, Any]:
+    return flatten(parse_config(algo, {"preset": preset}))
+
+
 # Folders -----------------------------------------------------------------------------------------
 
 
@@ -207,7 +230,7 @@ def _read_run(folder: Path, include_unfinished: bool) -> RecordedRun:
             raise _BrokenRun("unfinished: it has no summary.json")
         done, total = summary["frames"], settings["total_frames"]
         raise _BrokenRun(f"unfinished: it has {done:,} of {total:,} frames")
-    frames, returns = _read_evaluations(folder / "eval.csv", cut=not finished)
+    frames, returns = _read_evaluations(folder / "eval.csv", finished=finished)
     if summary is not None and finished:
         _check_summary(summary, settings, int(frames[-1]), float(returns[-1]))
     speed = {name: summary[name] for name in _SPEEDS if name in summary} if summary else {}
@@ -215,10 +238,6 @@ def _read_run(folder: Path, include_unfinished: bool) -> RecordedRun:
 
 
 def _read_settings(folder: Path) -> dict[str, Any]:
-    # Only here: simulators are imported along with it.
-    from minerva_torchrl.runs.checkpoints import CheckpointError
-    from minerva_torchrl.runs.settings import load_config
-
     file = folder / "config.yaml"
     if not file.exists():
         raise _BrokenRun("it has no config.yaml")
@@ -271,48 +290,27 @@ def _check_summary(
         )
 
 
-def _read_evaluations(file: Path, *, cut: bool) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
-    """Frames and mean returns. With ``cut``, a last line without its end is left out."""
+def _read_evaluations(
+    file: Path, *, finished: bool
+) -> tuple[NDArray[np.int64], NDArray[np.float64]]:
+    """Frames and mean returns."""
     try:
-        text = file.read_bytes().decode()
+        table = read_table(file, keep_last_line=finished)
     except FileNotFoundError:
         raise _BrokenRun("it has no eval.csv") from None
     except OSError as error:
         raise _BrokenRun(f"eval.csv can't be read: {error.strerror}") from None
-    except UnicodeDecodeError:
-        raise _BrokenRun("eval.csv is not text") from None
-    if cut:  # it may be written at this moment
-        text = text[: text.rfind("\n") + 1]
-    try:
-        lines = list(csv.reader(text.splitlines(), strict=True))
-    except csv.Error as error:
-        raise _BrokenRun(f"eval.csv is not a table: {error}") from None
-    if not lines:
-        raise _BrokenRun("eval.csv is empty")
-    header, *rows = lines
-    for name in ("frames", "return_mean"):
-        if header.count(name) != 1:
-            raise _BrokenRun(f"eval.csv has {header.count(name)} columns {name!r}, not one")
+    except TableError as error:
+        raise _BrokenRun(f"eval.csv is not a table of a run: {error.reason}") from None
+    if table.columns and "return_mean" not in table.columns:
+        raise _BrokenRun("eval.csv has no column 'return_mean'")
+    rows = table.numbers()
     if not rows:
         raise _BrokenRun("eval.csv has no evaluation")
-    parsed = [_read_row(header, row, number) for number, row in enumerate(rows, start=2)]
-    frames = np.array([frame for frame, _ in parsed], dtype=np.int64)
-    falls = np.flatnonzero(np.diff(frames) <= 0)
-    if falls.size:
-        raise _BrokenRun(f"line {falls[0] + 3} of eval.csv does not have more frames than before")
-    return frames, np.array([value for _, value in parsed], dtype=np.float64)
-
-
-def _read_row(header: Sequence[str], row: Sequence[str], number: int) -> tuple[int, float]:
-    if len(row) != len(header):
-        raise _BrokenRun(f"line {number} of eval.csv has {len(row)} of {len(header)} columns")
-    cells = dict(zip(header, row, strict=True))
-    if not cells["frames"].isdecimal():
-        raise _BrokenRun(f"line {number} of eval.csv has frames = {cells['frames']!r}")
-    try:
-        value = float(cells["return_mean"])
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise _BrokenRun(f"line {number} of eval.csv has return_mean = {cells['return_mean']!r}")
-    return int(cells["frames"]), value
+    frames = np.array([row["frames"] for row in rows], dtype=np.int64)
+    returns = np.array([row.get("return_mean", math.nan) for row in rows])
+    for number in np.flatnonzero(~np.isfinite(returns)):
+        raise _BrokenRun(f"line {number + 2} of eval.csv has no finite return_mean")
+    for number in np.flatnonzero(np.diff(frames) <= 0):
+        raise _BrokenRun(f"line {number + 3} of eval.csv does not have more frames than before")
+    return frames, returns

@@ -7,11 +7,17 @@ import math
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
+
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+from minerva_torchrl.presets import PRESETS
+from minerva_torchrl.report.groups import ALGORITHMS
+from minerva_torchrl.runs.strict import ConfigError, parse
 
 __all__ = ["Bar", "Reference", "References", "ReferencesError", "load_references"]
-
-_Algo = Literal["mpo", "vmpo", "ppo"]
 
 
 @dataclass(frozen=True)
@@ -23,7 +29,7 @@ class Reference:
     """What to call it."""
     value: float
     """The return."""
-    algo: _Algo | None = None
+    algo: str | None = None
     """Algorithm that it is a result of, if that is one of ours."""
     frames: int | None = None
     """After how many frames it was measured."""
@@ -34,7 +40,7 @@ class Bar:
     """A result that is required."""
 
     task: str
-    algo: _Algo
+    algo: str
     frames: int
     """Budget at which it is measured."""
     at_least: float
@@ -81,7 +87,7 @@ def load_references(path: str | Path) -> References:
         Traceback (most recent call last):
         ...
         minerva_torchrl.report.references.ReferencesError: ...references.yaml: bars[0]: algo must
-        be one of mpo, vmpo, ppo, got 'sac' (str).
+        be one of mpo, vmpo, ppo, got 'sac'.
     """
     path = Path(path)
     content = _read(path)
@@ -102,10 +108,6 @@ def load_references(path: str | Path) -> References:
 
 
 def _read(path: Path) -> Any:
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-    from yaml import YAMLError
-
     try:
         if path.suffix == ".json":
             return json.loads(path.read_bytes())
@@ -123,8 +125,6 @@ def _read(path: Path) -> Any:
 def _entries(
     kind: type[_Entry], content: Mapping[str, Any], name: str, problems: list[str]
 ) -> list[_Entry]:
-    from minerva_torchrl.runs.strict import ConfigError, parse
-
     listed = content.get(name) or []
     if not isinstance(listed, list):
         problems.append(f"{name} must be a list, got {type(listed).__name__}.")
@@ -144,8 +144,6 @@ def _entries(
 
 def _check_names(kind: type[Reference] | type[Bar], data: object) -> None:
     """Raise if something that is required is not there, or something else is."""
-    from minerva_torchrl.runs.strict import ConfigError
-
     required = [field.name for field in fields(kind) if field.default is MISSING]
     optional = [field.name for field in fields(kind) if field.default is not MISSING]
     allowed = f"It has {', '.join(required)}, and if wanted {', '.join(optional)}."
@@ -161,21 +159,17 @@ def _check_names(kind: type[Reference] | type[Bar], data: object) -> None:
 
 
 def _check_values(entry: Reference | Bar) -> None:
-    from minerva_torchrl.presets import PRESETS
-    from minerva_torchrl.runs.strict import ConfigError
-
     problems = []
-    name, value = ("value", entry.value) if isinstance(entry, Reference) else _bar_value(entry)
+    if entry.algo is not None and entry.algo not in ALGORITHMS:
+        problems.append(f"algo must be one of {', '.join(ALGORITHMS)}, got {entry.algo!r}.")
+    elif isinstance(entry, Bar) and entry.preset not in PRESETS[entry.algo]:
+        allowed = ", ".join(PRESETS[entry.algo])
+        problems.append(f"preset must be one of {allowed} for {entry.algo}, got {entry.preset!r}.")
+    name = "value" if isinstance(entry, Reference) else "at_least"
+    value = getattr(entry, name)
     if not math.isfinite(value):
         problems.append(f"{name} must be finite, got {value}.")
     if entry.frames is not None and entry.frames < 1:
         problems.append(f"frames must be positive, got {entry.frames}.")
-    if isinstance(entry, Bar) and entry.preset not in PRESETS[entry.algo]:
-        allowed = ", ".join(PRESETS[entry.algo])
-        problems.append(f"preset must be one of {allowed} for {entry.algo}, got {entry.preset!r}.")
     if problems:
         raise ConfigError(problems)
-
-
-def _bar_value(bar: Bar) -> tuple[str, float]:
-    return "at_least", bar.at_least

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from minerva_torchrl.report.defaults import changes_to_preset
 from minerva_torchrl.report.document import Block, Code, Paragraph, Table, Text
 from minerva_torchrl.report.estimates import (
     area_under_curve,
@@ -20,13 +19,13 @@ from minerva_torchrl.report.groups import ALGORITHMS, Group
 from minerva_torchrl.report.reading import RecordedRun
 from minerva_torchrl.report.references import Bar, Reference
 from minerva_torchrl.report.values import (
-    duration,
     interval,
     mean_and_deviation,
     number,
     seed_list,
     settings_text,
 )
+from minerva_torchrl.text import format_duration
 
 __all__ = [
     "Measurement",
@@ -263,7 +262,7 @@ def _reached(group: Group, measured: Measurement) -> str:
 def _settings(group: Group) -> str:
     """The algorithm, its preset, and what is different from it and matters."""
     run = group.runs[0]
-    changed = [name for name in changes_to_preset(run) if name in run.learning_settings]
+    changed = [name for name in run.changes_to_preset if name in run.learning_settings]
     texts = settings_text(run.settings, changed)
     more = [f"and {len(texts) - 3} more"] if len(texts) > 3 else []
     return ", ".join([ALGORITHMS[run.algo], f"preset {run.preset}", *texts[:3], *more])
@@ -281,4 +280,4 @@ def _speed(runs: Sequence[RecordedRun], name: str) -> str:
 
 def _wall_clock(runs: Sequence[RecordedRun]) -> str:
     seconds = [run.speed["wall_seconds"] for run in runs if "wall_seconds" in run.speed]
-    return duration(float(np.mean(seconds))) if seconds else "-"
+    return format_duration(float(np.mean(seconds))) if seconds else "-"

@@ -1,4 +1,4 @@
-"""Numbers, durations and settings as text."""
+"""Numbers and settings as text."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 __all__ = [
     "count",
-    "duration",
     "interval",
     "mean_and_deviation",
     "number",
@@ -60,22 +59,6 @@ def count(value: int, noun: str) -> str:
         ('1 seed', '3 seeds')
     """
     return f"{value:,} {noun}{'' if value == 1 else 's'}"
-
-
-def duration(seconds: float) -> str:
-    """A time that a run took.
-
-    Examples:
-        >>> duration(7.6), duration(754.0), duration(7260.0)
-        ('8 s', '12 min 34 s', '2 h 01 min')
-    """
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    minutes = round(seconds / 60)
-    return f"{minutes // 60} h {minutes % 60:02d} min"
 
 
 def seed_list(seeds: Sequence[int]) -> str:

@@ -429,6 +429,8 @@ def _torch_save(value: Any, file: io.BufferedWriter) -> None:
 
 def _flush_folder(folder: Path) -> None:
     """Make sure that names in a folder survive a power cut."""
+    if os.name == "nt":  # where a folder can't be opened
+        return
     descriptor = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(descriptor)

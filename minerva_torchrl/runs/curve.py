@@ -10,11 +10,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from minerva_torchrl.runs.records import replace_file
+from minerva_torchrl.runs.files import replace_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
-    from matplotlib.figure import Figure
 
 __all__ = ["TEXT_COLOUR", "draw_curve", "style_axes"]
 
@@ -41,8 +40,8 @@ def draw_curve(
     Args:
         path (str or Path): the file.
         evaluations (sequence of mappings): rows with ``frames`` and ``return_mean``, a line, and
-            with ``return_min`` and ``return_max``, or else ``return_std``, a band around it. Rows
-            without a mean are left out.
+            with ``return_min`` and ``return_max``, a band around it. Rows without a mean are left
+            out.
         training (sequence of mappings): rows with ``frames`` and ``episode_return``, faint dots.
             Rows without a return are left out.
 
@@ -52,7 +51,7 @@ def draw_curve(
     Examples:
         >>> import tempfile
         >>> path = Path(tempfile.mkdtemp()) / "curve.png"
-        >>> evaluation = {"frames": 5000, "return_mean": 250.0, "return_std": 12.5}
+        >>> evaluation = {"frames": 5000, "return_mean": 250.0}
         >>> draw_curve(path, [evaluation], title="mpo cartpole-balance")
         >>> path.read_bytes()[1:4]
         b'PNG'
@@ -69,9 +68,22 @@ def draw_curve(
     style_axes(axes, title)
     trained = _draw_training(axes, training)
     evaluated = _draw_evaluations(axes, evaluations)
-    if not evaluated.size:
-        _write_in_the_middle(axes, "no evaluation yet")
-    _fit(figure, axes, np.concatenate([trained, evaluated]))
+    end = max([1.0, *trained, *evaluated])
+    axes.set_xlim(-0.02 * end, 1.02 * end)
+    # Below the axes, where it hides nothing; to find a free place takes long with many dots.
+    legend = figure.legend(
+        reverse=True,
+        borderaxespad=0,
+        loc="outside lower center",
+        ncols=2,
+        frameon=False,
+        fontsize=8,
+        labelcolor=TEXT_COLOUR,
+        markerscale=1.2,
+    )
+    for handle in legend.legend_handles:
+        if handle is not None:
+            handle.set_alpha(1.0)  # readable, however faint the dots are
     with replace_file(path) as file:
         canvas.print_png(file)
 
@@ -101,44 +113,6 @@ def style_axes(axes: Axes, title: str) -> None:
         spine.set_color(_LINE_COLOUR)
 
 
-def _fit(figure: Figure, axes: Axes, frames: NDArray[np.float64]) -> None:
-    """Show all frames from the first of the run on, and what the lines and dots are."""
-    if not frames.size:
-        axes.set_xticks([])
-        axes.set_yticks([])
-        return
-    end = max(frames.max(), 1.0)
-    axes.set_xlim(-0.02 * end, 1.02 * end)
-    # Below the axes, where it hides nothing; to find a free place takes long with many dots.
-    legend = figure.legend(
-        reverse=True,
-        borderaxespad=0,
-        loc="outside lower center",
-        ncols=2,
-        frameon=False,
-        fontsize=8,
-        labelcolor=TEXT_COLOUR,
-        markerscale=1.2,
-    )
-    for handle in legend.legend_handles:
-        if handle is not None:
-            handle.set_alpha(1.0)  # readable, however faint the dots are
-
-
-def _write_in_the_middle(axes: Axes, text: str) -> None:
-    axes.text(
-        0.5,
-        0.5,
-        text,
-        transform=axes.transAxes,
-        ha="center",
-        va="center",
-        fontsize=11,
-        color=_TRAINING_COLOUR,
-        bbox={"facecolor": "white", "edgecolor": "none", "pad": 6},
-    )
-
-
 def _draw_training(axes: Axes, training: Sequence[Mapping[str, float]]) -> NDArray[np.float64]:
     frames, returns = _columns(training, "frames", "episode_return")
     # Dots that lie on each other add up, so many of them are smaller and fainter.
@@ -152,7 +126,7 @@ def _draw_training(axes: Axes, training: Sequence[Mapping[str, float]]) -> NDArr
         markeredgewidth=0,
         color=_TRAINING_COLOUR,
         alpha=max(0.12, 10 / math.sqrt(len(frames))) if many else 0.6,
-        label="training episodes" if len(frames) else None,
+        label="training episodes",
         zorder=1.5,
     )
     return frames
@@ -161,18 +135,11 @@ def _draw_training(axes: Axes, training: Sequence[Mapping[str, float]]) -> NDArr
 def _draw_evaluations(
     axes: Axes, evaluations: Sequence[Mapping[str, float]]
 ) -> NDArray[np.float64]:
-    names = ("frames", "return_mean", "return_std", "return_min", "return_max")
-    frames, mean, std, low, high = _columns(evaluations, *names)
-    label = "evaluation: mean and range of episodes"
-    if np.isnan(low).all() or np.isnan(high).all():
-        low, high = mean - std, mean + std
-        label = "evaluation: mean ± standard deviation"
-    if len(frames) == 1:
-        axes.vlines(frames, low, high, color=_EVALUATION_COLOUR, alpha=0.35, linewidth=3)
-    else:
-        axes.fill_between(
-            frames, low, high, color=_EVALUATION_COLOUR, alpha=0.22, linewidth=0, zorder=2
-        )
+    names = ("frames", "return_mean", "return_min", "return_max")
+    frames, mean, low, high = _columns(evaluations, *names)
+    axes.fill_between(
+        frames, low, high, color=_EVALUATION_COLOUR, alpha=0.22, linewidth=0, zorder=2
+    )
     axes.plot(
         frames,
         mean,
@@ -180,7 +147,7 @@ def _draw_evaluations(
         linewidth=1.8,
         marker="o",
         markersize=4 if len(frames) <= 50 else 0,
-        label=label if len(frames) else None,
+        label="evaluation: mean and range of episodes",
         zorder=3,
     )
     return frames

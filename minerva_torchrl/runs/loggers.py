@@ -11,6 +11,7 @@ from typing import Any
 from torchrl.record.loggers import Logger, TensorboardLogger, WandbLogger
 
 from minerva_torchrl.runs.config import LoggerConfig
+from minerva_torchrl.runs.files import replace_file
 from minerva_torchrl.runs.strict import ConfigError
 
 __all__ = ["check_backend", "close_logger", "make_logger"]
@@ -63,5 +64,6 @@ def _wandb_id(run_dir: Path) -> str:
     """The same for every session of a run, so that a resumed run goes on in the same plot."""
     file = run_dir / "wandb_id"
     if not file.exists():
-        file.write_text(uuid.uuid4().hex[:8])
+        with replace_file(file) as new:
+            new.write(uuid.uuid4().hex[:8].encode())
     return file.read_text().strip()

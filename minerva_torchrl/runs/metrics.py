@@ -15,8 +15,8 @@ class MetricsBuffer:
 
     Examples:
         >>> metrics = MetricsBuffer()
-        >>> metrics.add_losses(1, TensorDict({"loss_actor": torch.tensor(1.0)}))
-        >>> metrics.add_losses(2, TensorDict({"loss_actor": torch.tensor(2.0)}))
+        >>> metrics.add_losses(TensorDict({"loss_actor": torch.tensor(1.0)}))
+        >>> metrics.add_losses(TensorDict({"loss_actor": torch.tensor(2.0)}))
         >>> metrics.take()
         {'episode_return': None, 'episode_length': None, 'loss_actor': 1.5}
     """
@@ -38,10 +38,9 @@ class MetricsBuffer:
             self._lengths += after["step_count"].squeeze(-1)[ended].tolist()
             self.episode_return = sum(returns) / len(returns)
 
-    def add_losses(self, updates: int, losses: TensorDictBase | None) -> None:
+    def add_losses(self, losses: TensorDictBase) -> None:
         """Note the losses and metrics of the updates on a batch."""
-        if losses is not None:
-            self._losses.append(losses)
+        self._losses.append(losses)
 
     def take(self) -> dict[str, float | None]:
         """The averages since the last call, ``None`` where there was nothing."""

@@ -12,8 +12,9 @@ from typing import TextIO
 from tqdm import tqdm
 
 from minerva_torchrl.objectives.checks import check_count
+from minerva_torchrl.text import format_duration
 
-__all__ = ["Progress", "format_duration"]
+__all__ = ["Progress"]
 
 _BAR_INTERVAL = 0.1
 _SHORTEST_BAR = 5
@@ -48,8 +49,8 @@ class Progress:
         >>> progress = Progress(20_000, title="mpo", stream=sys.stdout, clock=clock)
         >>> progress.update(frames=6_800, updates=3_400, episode_return=612.31)
         frames 6,800/20,000 (34%)  80 frames/s  40 updates/s  return 612.3  left 2m45s
-        >>> evaluation = {"return_mean": 701.2, "return_std": 12.3}
-        >>> progress.evaluated({**evaluation, "return_min": 680.0, "return_max": 720.0})
+        >>> row = {"frames": 6_800, "return_mean": 701.2, "return_std": 12.3}
+        >>> progress.evaluated({**row, "return_min": 680.0, "return_max": 720.0})
            6,800 frames   evaluation 701.2 ± 12.3   (min 680, max 720)
         >>> progress.close()
         frames 6,800/20,000 (34%)  80 frames/s ... return 612.3  eval 701.2  took 1m35s
@@ -116,24 +117,18 @@ class Progress:
         if self._now - self._last_shown >= self._interval:
             self._show()
 
-    def evaluated(self, result: Mapping[str, float]) -> None:
+    def evaluated(self, row: Mapping[str, float]) -> None:
         """Show an evaluation.
 
         Args:
-            result (mapping): with ``return_mean``, and ``return_std``, ``return_min`` and
-                ``return_max`` if they are known. The evaluation is one of now unless it has
-                ``frames``.
+            row (mapping): ``frames``, ``return_mean``, ``return_std``, ``return_min`` and
+                ``return_max``.
         """
-        self._evaluation = result["return_mean"]
-        frames = int(result.get("frames", self._frames))
-        width = len(f"{self._total:,}") + 2
-        line = f"{frames:>{width},} frames   evaluation {_format_score(self._evaluation)}"
-        if "return_std" in result:
-            line += f" ± {_format_score(result['return_std'])}"
-        if "return_min" in result and "return_max" in result:
-            low, high = _format_score(result["return_min"]), _format_score(result["return_max"])
-            line += f"   (min {low}, max {high})"
-        self.write(line)
+        self._evaluation = row["return_mean"]
+        names = ("return_mean", "return_std", "return_min", "return_max")
+        mean, std, low, high = (_format_score(row[name]) for name in names)
+        frames = f"{row['frames']:,}".rjust(len(f"{self._total:,}") + 2)
+        self.write(f"{frames} frames   evaluation {mean} ± {std}   (min {low}, max {high})")
 
     def write(self, line: str) -> None:
         """Write a line that stays."""
@@ -205,8 +200,8 @@ class Progress:
     def _bar_format(self) -> str:
         """The bar with as many details as the terminal has room for."""
         left = self._time_left()
-        times = tqdm.format_interval(self._now - self._start)
-        times += f"<{'?' if left is None else tqdm.format_interval(left)}"
+        times = format_duration(self._now - self._start)
+        times += f"<{'?' if left is None else format_duration(left)}"
         frames = _format_count(self.frames_per_second)
         updates = _format_count(self.updates_per_second)
         scores = self._scores(digits=3)
@@ -237,22 +232,6 @@ class Progress:
         """A sign that the stream does not know must not end the run."""
         encoding = getattr(self._stream, "encoding", None) or "utf-8"
         return text.encode(encoding, "replace").decode(encoding)
-
-
-def format_duration(seconds: float) -> str:
-    """A duration as people say it.
-
-    Examples:
-        >>> [format_duration(seconds) for seconds in (12.3, 165, 3780)]
-        ['12s', '2m45s', '1h03m']
-    """
-    if not math.isfinite(seconds):
-        return "?"
-    minutes, rest = divmod(round(max(seconds, 0)), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours:
-        return f"{hours}h{minutes:02}m"
-    return f"{minutes}m{rest:02}s" if minutes else f"{rest}s"
 
 
 class _Bar(tqdm):

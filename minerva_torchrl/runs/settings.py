@@ -23,6 +23,7 @@ from minerva_torchrl.runs.config import CONFIGS, RunConfig
 from minerva_torchrl.runs.strict import ConfigError, parse, unknown_setting
 
 __all__ = [
+    "affects_learning",
     "check_overrides",
     "default_run_dir",
     "hydra_text",
@@ -32,8 +33,12 @@ __all__ = [
     "resumed_config",
 ]
 
-# What may differ when a run goes on: nothing that what was learned so far depends on.
-_CHANGEABLE = ("total_frames", "device", "num_threads", "checkpoint.", "logger.", "eval.video")
+# How a run is executed and recorded. A name that ends with a dot is a whole section.
+_EXECUTION = ("device", "num_threads", "checkpoint.", "logger.")
+# Settings that may be changed when a run is resumed.
+_CHANGEABLE = ("total_frames", *_EXECUTION, "eval.video")
+# Settings that have no influence on what a run learns.
+_WITHOUT_INFLUENCE = (*_EXECUTION, "eval.", "run_dir", "resume")
 
 
 def parse_config(algo: str, settings: Mapping[str, Any]) -> RunConfig:
@@ -104,6 +109,19 @@ def resumed_config(run_dir: Path, overrides: Mapping[str, Any]) -> RunConfig:
             section = section[part]
         section[names[-1]] = value
     return parse_config(config.algo, settings)
+
+
+def affects_learning(name: str) -> bool:
+    """Whether a setting has an influence on what a run learns.
+
+    Args:
+        name (str): its dotted name.
+
+    Examples:
+        >>> affects_learning("optim.lr_actor"), affects_learning("eval.episodes")
+        (True, False)
+    """
+    return not name.startswith(_WITHOUT_INFLUENCE)
 
 
 def default_run_dir(config: RunConfig) -> Path:

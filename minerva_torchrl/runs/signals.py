@@ -9,23 +9,23 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any
 
-__all__ = ["StopRequest"]
+__all__ = ["StopOnSignals"]
 
 
-class StopRequest:
+class StopOnSignals:
     """While it is entered, SIGINT and SIGTERM ask to stop; a second SIGINT stops at once.
 
     Args:
-        announce (callable): called with one line when the first signal arrives.
+        stop (callable): called with the name of the first signal that arrives.
+        announce (callable): called with one line for the user when that happens.
     """
 
-    def __init__(self, announce: Callable[[str], None]) -> None:
-        self.name: str | None = None
-        """The signal that asked to stop, if any."""
-        self._announce = announce
+    def __init__(self, stop: Callable[[str], None], announce: Callable[[str], None]) -> None:
+        self._stop, self._announce = stop, announce
+        self._asked = False
         self._previous: dict[signal.Signals, Any] = {}
 
-    def __enter__(self) -> StopRequest:
+    def __enter__(self) -> StopOnSignals:
         if threading.current_thread() is threading.main_thread():  # no other may set handlers
             for number in (signal.SIGINT, signal.SIGTERM):
                 self._previous[number] = signal.signal(number, self._handle)
@@ -37,12 +37,14 @@ class StopRequest:
         self._previous.clear()
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self.name is not None and number == signal.SIGINT:
+        if self._asked and number == signal.SIGINT:
             raise KeyboardInterrupt
-        if self.name is None:
-            self.name = signal.Signals(number).name
+        if not self._asked:
+            self._asked = True
+            name = signal.Signals(number).name
+            self._stop(name)
             # Not if the signal came while something else was being written to the same stream.
             with contextlib.suppress(RuntimeError):
                 self._announce(
-                    f"{self.name}: finishing this batch and saving. Ctrl-C stops at once, unsaved."
+                    f"{name}: finishing this batch and saving. Ctrl-C stops at once, unsaved."
                 )

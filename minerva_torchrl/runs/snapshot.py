@@ -1,14 +1,14 @@
 """The whole state of a run as plain data, and back: what a checkpoint is made of.
 
 Four parts: ``model`` (networks, targets, duals, statistics of the observations: what acting needs),
-``training`` (optimisers, schedules, counters, random generators), ``environment`` (simulators, and
-where the collector is in its episodes) and ``replay`` (the replay buffer).
+``training`` (optimisers, schedules, counters, callbacks, random generators), ``environment``
+(simulators, and where the collector is in its episodes) and ``replay`` (the replay buffer).
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,16 +23,20 @@ from torchrl.objectives.common import LossModule
 
 from minerva_torchrl.envs import ReturnStdScaling
 from minerva_torchrl.runs.assemble import Assembly
+from minerva_torchrl.runs.callbacks import Callback
 from minerva_torchrl.runs.checkpoints import Checkpoint, CheckpointError
 
 __all__ = ["capture", "cut_episodes", "restore", "restore_model", "state_is_exact"]
 
 
-def capture(assembly: Assembly, *, replay_buffer: bool = True) -> dict[str, Any]:
+def capture(
+    assembly: Assembly, callbacks: Sequence[Callback] = (), *, replay_buffer: bool = True
+) -> dict[str, Any]:
     """The state between two batches, by part.
 
     Args:
-        assembly (Assembly): the run.
+        assembly (Assembly): what the run trains with.
+        callbacks (sequence of Callback): those of the run. Defaults to none.
 
     Keyword Args:
         replay_buffer (bool): include the replay buffer, if there is one. Defaults to ``True``.
@@ -42,7 +46,7 @@ def capture(assembly: Assembly, *, replay_buffer: bool = True) -> dict[str, Any]
             "loss": _plain(assembly.loss.state_dict()),
             "transforms": _plain(assembly.env.state_dict()),
         },
-        "training": _capture_training(assembly),
+        "training": _capture_training(assembly, callbacks),
         "environment": _capture_environment(assembly),
     }
     if replay_buffer and assembly.replay_buffer is not None:
@@ -50,14 +54,16 @@ def capture(assembly: Assembly, *, replay_buffer: bool = True) -> dict[str, Any]
     return parts
 
 
-def restore(assembly: Assembly, checkpoint: Checkpoint) -> None:
+def restore(assembly: Assembly, checkpoint: Checkpoint, callbacks: Sequence[Callback] = ()) -> None:
     """Put a run into the state of a checkpoint, from which it goes on as it would have.
 
     Everything is read and compared with the run before anything is changed.
 
     Args:
-        assembly (Assembly): a run with the same settings, just assembled.
+        assembly (Assembly): made with the same settings, and not used yet.
         checkpoint (Checkpoint): has the parts of :func:`capture`.
+        callbacks (sequence of Callback): of the same classes as in the run that was saved.
+            Defaults to none.
     """
     parts = {name: checkpoint.load(name) for name in checkpoint.parts}
     missing = {"model", "training", "environment"} - parts.keys()
@@ -70,12 +76,13 @@ def restore(assembly: Assembly, checkpoint: Checkpoint) -> None:
     with _explained(checkpoint):
         _check_fits(assembly.loss, parts["model"]["loss"], checkpoint)
         _check_environments(assembly, parts["environment"], checkpoint)
+        _check_callbacks(callbacks, parts["training"], checkpoint)
         _restore_model(assembly.loss, assembly.env, parts["model"])
         if "replay" in parts and assembly.replay_buffer is not None:
             _restore_replay(assembly.replay_buffer, parts["replay"])
         _restore_environment(assembly, parts["environment"])
         # Last, because anything above may have drawn random numbers.
-        _restore_training(assembly, parts["training"])
+        _restore_training(assembly, callbacks, parts["training"])
 
 
 def restore_model(loss: LossModule, env: TransformedEnv, checkpoint: Checkpoint) -> None:
@@ -129,8 +136,11 @@ def _explained(checkpoint: Checkpoint) -> Iterator[None]:
 
 
 def _check_fits(loss: LossModule, state: Mapping[str, Any], checkpoint: Checkpoint) -> None:
-    shapes = {name: tuple(tensor.shape) for name, tensor in loss.state_dict().items()}
-    saved = {name: tuple(tensor.shape) for name, tensor in state.items()}
+    """Compare the networks. Of these, ``load_state_dict`` would not notice if one is missing."""
+    shapes, saved = (
+        {name: tuple(tensor.shape) for name, tensor in tensors.items() if "_params." in name}
+        for tensors in (loss.state_dict(), state)
+    )
     if shapes != saved:
         names = sorted(name for name in shapes | saved if shapes.get(name) != saved.get(name))
         raise CheckpointError(
@@ -150,22 +160,40 @@ def _check_environments(
         )
 
 
+def _check_callbacks(
+    callbacks: Sequence[Callback], state: Mapping[str, Any], checkpoint: Checkpoint
+) -> None:
+    saved = [entry["class"] for entry in state.get("callbacks", [])]
+    given = [type(callback).__qualname__ for callback in callbacks]
+    if saved != given:
+        raise CheckpointError(
+            f"{checkpoint.path} is from a run with other callbacks: {', '.join(saved) or 'none'} "
+            f"instead of {', '.join(given) or 'none'}."
+        )
+
+
 def _restore_model(loss: LossModule, env: TransformedEnv, state: Mapping[str, Any]) -> None:
     loss.load_state_dict(state["loss"])
     env.load_state_dict(state["transforms"])
 
 
-def _capture_training(assembly: Assembly) -> dict[str, Any]:
+def _capture_training(assembly: Assembly, callbacks: Sequence[Callback]) -> dict[str, Any]:
     trainer = assembly.trainer
     return {
         "frames": trainer.collected_frames,
         "updates": trainer._optim_count,
         "hooks": {name: _plain(hook.state_dict()) for name, hook in trainer._modules.items()},
+        "callbacks": [
+            {"class": type(callback).__qualname__, "state": _plain(callback.state_dict())}
+            for callback in callbacks
+        ],
         "random": _capture_random(),
     }
 
 
-def _restore_training(assembly: Assembly, state: Mapping[str, Any]) -> None:
+def _restore_training(
+    assembly: Assembly, callbacks: Sequence[Callback], state: Mapping[str, Any]
+) -> None:
     trainer = assembly.trainer
     trainer.collected_frames = state["frames"]
     trainer._optim_count = state["updates"]
@@ -175,6 +203,8 @@ def _restore_training(assembly: Assembly, state: Mapping[str, Any]) -> None:
             groups = hook.optimizer.param_groups
             for group, base, factor in zip(groups, hook.base_lrs, hook.lr_lambdas, strict=True):
                 group["lr"] = base * factor(hook.last_epoch)
+    for callback, entry in zip(callbacks, state.get("callbacks", []), strict=True):
+        callback.load_state_dict(entry["state"])
     _restore_random(state["random"])
 
 

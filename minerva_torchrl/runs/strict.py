@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import difflib
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+
+from minerva_torchrl.text import close_names, did_you_mean
 
 __all__ = ["ConfigError", "parse", "unknown_setting"]
 
@@ -133,11 +134,9 @@ def _shown(value: Any) -> str:
 
 
 def _unknown(full: str, name: str, known: list[str], path: str, elsewhere: list[str]) -> str:
-    message = f"there is no setting {full!r}."
-    close = [path + match for match in difflib.get_close_matches(name, known, n=2)]
+    close = [path + match for match in close_names(name, known)]
     close += [other for other in elsewhere if other.rpartition(".")[2] == name]
-    if close:
-        message += f" Did you mean {' or '.join(close[:3])}?"
+    message = f"there is no setting {full!r}.{did_you_mean(close[:3])}"
     return f"{message} Allowed: {', '.join(path + name for name in known)}." if known else message
 
 

@@ -13,6 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minerva_torchrl.objectives.checks import check_count
+from minerva_torchrl.runs.files import replace_path
 
 __all__ = ["require_video_support", "write_video"]
 
@@ -66,8 +67,7 @@ def write_video(
     import imageio.v2 as imageio
 
     path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_name(f".{path.stem}.{os.getpid()}.mp4")  # ffmpeg goes by the ending
-    try:
+    with replace_path(path) as unfinished:
         writer: Any = imageio.get_writer(
             unfinished,
             format="FFMPEG",
@@ -80,9 +80,6 @@ def write_video(
         with closing(writer):  # by itself it would go on writing after an error
             for frame in frames:
                 writer.append_data(_with_even_sides(frame))
-        os.replace(unfinished, path)
-    finally:
-        unfinished.unlink(missing_ok=True)
 
 
 def _check(path: Path, frames: Sequence[NDArray[np.uint8]], fps: int) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import json
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ import yaml
 
 from minerva_torchrl.report import LoadedRuns, load_runs
 from minerva_torchrl.runs import parse_config
-from minerva_torchrl.runs.run import _EVAL_COLUMNS, _lists
+from minerva_torchrl.runs.folder import EVAL_COLUMNS, plain_settings
 from tests.runs.tiny import nested
 
 Points = Sequence[tuple[int, float]]
@@ -29,7 +28,7 @@ def straight(end: int = 100_000, top: float = 100.0, step: int = 10_000) -> Poin
 def config_text(config: dict[str, Any]) -> str:
     """Settings as a run writes them; OmegaConf would take ten times as long."""
     dumper = getattr(yaml, "CSafeDumper", yaml.SafeDumper)
-    return yaml.dump(_lists(config), Dumper=dumper, sort_keys=False, allow_unicode=True)
+    return yaml.dump(config, Dumper=dumper, sort_keys=False, allow_unicode=True)
 
 
 def write_run(
@@ -49,13 +48,12 @@ def write_run(
     end = points[-1][0]
     dotted = {name.replace("__", "."): value for name, value in settings.items()}
     dotted = {"total_frames": max(end, 1), **dotted, "env.name": task, "seed": seed}
-    config = asdict(parse_config(algo, nested(dotted)))
-    config["run_dir"] = str(folder)
+    config = plain_settings(parse_config(algo, nested(dotted)), folder)
     folder.mkdir(parents=True)
     (folder / "config.yaml").write_text(config_text(config))
     with (folder / "eval.csv").open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
-        writer.writerow(_EVAL_COLUMNS)
+        writer.writerow(EVAL_COLUMNS)
         writer.writerows([frames, value, 1.0, value, value, 1000.0] for frames, value in points)
     if finished:
         content = {

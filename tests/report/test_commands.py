@@ -17,7 +17,6 @@ from omegaconf import OmegaConf
 
 from minerva_torchrl.report import group_runs, load_runs
 from minerva_torchrl.report.commands import commands, override
-from minerva_torchrl.report.defaults import changes_to_preset
 from minerva_torchrl.runs import RunConfig, load_config, parse_config, register_configs
 from minerva_torchrl.runs.settings import explicit_overrides
 from tests.report.synthetic import straight, write_run
@@ -138,7 +137,7 @@ def test_a_command_for_each_way_the_runs_were_made(tmp_path: Path) -> None:
 def test_changes_to_preset(tmp_path: Path) -> None:
     write_run(tmp_path / "run", preset="acme", optim__lr_actor=1e-4, loss__gamma=0.9, seed=4)
     (run,) = load_runs(tmp_path).runs
-    assert changes_to_preset(run) == {"loss.gamma": 0.9}  # the learning rate is the preset's
+    assert run.changes_to_preset == {"loss.gamma": 0.9}  # the learning rate is the preset's
 
 
 @given(st.text(st.characters(exclude_categories=["C"], exclude_characters="$"), max_size=12))

@@ -108,24 +108,26 @@ def test_garbled_settings(tmp_path: Path, text: str, message: str) -> None:
 
 
 HEADER = "frames,return_mean,return_std\n"
+NO_TABLE = "eval.csv is not a table of a run: "
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "eval.csv is empty"),
+        ("", "eval.csv has no evaluation"),
         (HEADER, "eval.csv has no evaluation"),
-        (HEADER + "0,1,1\n100000,nan,1\n", "line 3 of eval.csv has return_mean = 'nan'"),
-        (HEADER + "0,inf,1\n100000,1,1\n", "line 2 of eval.csv has return_mean = 'inf'"),
-        (HEADER + "0,,1\n100000,1,1\n", "line 2 of eval.csv has return_mean = ''"),
-        (HEADER + "0,1,1\n100000,high,1\n", "line 3 of eval.csv has return_mean = 'high'"),
-        (HEADER + "0,1,1\n1e5,2,1\n", "line 3 of eval.csv has frames = '1e5'"),
-        (HEADER + "-5,1,1\n100000,2,1\n", "line 2 of eval.csv has frames = '-5'"),
-        (HEADER + "0,1,1\n100000,2\n", "line 3 of eval.csv has 2 of 3 columns"),
+        (HEADER + "0,1,1\n100000,nan,1\n", "line 3 of eval.csv has no finite return_mean"),
+        (HEADER + "0,inf,1\n100000,1,1\n", "line 2 of eval.csv has no finite return_mean"),
+        (HEADER + "0,,1\n100000,1,1\n", "line 2 of eval.csv has no finite return_mean"),
+        (HEADER + "0,1,1\n100000,high,1\n", "line 3 of eval.csv has no finite return_mean"),
+        (HEADER + "0,1,1\n1e5,2,1\n", NO_TABLE + "line 3 does not fit"),
+        (HEADER + "-5,1,1\n100000,2,1\n", NO_TABLE + "line 2 does not fit"),
+        (HEADER + "0,1\n100000,2,1\n", NO_TABLE + "line 2 does not fit"),
         (HEADER + "0,1,1\n0,1,1\n100000,1,1\n", "line 3 of eval.csv does not have more frames"),
-        ("frames,return\n0,1\n", "eval.csv has 0 columns 'return_mean', not one"),
-        ("frames,frames,return_mean\n0,0,1\n", "eval.csv has 2 columns 'frames', not one"),
-        (HEADER + '0,"1,1\n', "eval.csv is not a table"),
+        ("frames,return\n0,1\n", "eval.csv has no column 'return_mean'"),
+        ("frames,frames,return_mean\n0,0,1\n", NO_TABLE + "two columns have the same name"),
+        (HEADER + '0,"1,1\n', NO_TABLE),
+        (HEADER + "0,1,1\n100000,2\n", "eval.csv ends at 0 frames, but the run at 100,000"),
         (HEADER + "0,1,1\n50000,2,1\n", "eval.csv ends at 50,000 frames, but the run at 100,000"),
         (
             HEADER + "0,1,1\n100000,99,1\n",
@@ -142,7 +144,7 @@ def test_broken_evaluations(tmp_path: Path, text: str, message: str) -> None:
 def test_evaluations_that_are_no_text(tmp_path: Path) -> None:
     write_run(tmp_path / "run")
     (tmp_path / "run" / "eval.csv").write_bytes(b"\xff\xfe")
-    assert reason(tmp_path) == "eval.csv is not text"
+    assert reason(tmp_path) == NO_TABLE + "it is not text"
 
 
 def test_no_evaluations(tmp_path: Path) -> None:
@@ -236,7 +238,7 @@ def test_a_finished_run_keeps_its_last_line(tmp_path: Path) -> None:
 def test_unfinished_runs_without_evaluations(tmp_path: Path) -> None:
     folder = write_run(tmp_path / "run", finished=False)
     (folder / "eval.csv").write_text("frames,return_mean")
-    assert reason(tmp_path, include_unfinished=True) == "eval.csv is empty"
+    assert reason(tmp_path, include_unfinished=True) == "eval.csv has no evaluation"
 
 
 # Duplicates --------------------------------------------------------------------------------------

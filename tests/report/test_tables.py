@@ -40,8 +40,8 @@ def test_overview(tmp_path: Path) -> None:
     table = table_of(overview(groups_in(tmp_path)))
     task = Code("walker-walk")
     assert table.rows == (
-        (task, "MPO", "0, 1, 2", "100,000", "120.0 ± 26.5", "16 min 40 s", "100.0"),
-        (task, "PPO", "0", "100,352", "0.500 ± -", "8 min 20 s", "200.7"),
+        (task, "MPO", "0, 1, 2", "100,000", "120.0 ± 26.5", "16m40s", "100.0"),
+        (task, "PPO", "0", "100,352", "0.500 ± -", "8m20s", "200.7"),
     )
 
 
@@ -244,8 +244,8 @@ def test_throughput(tmp_path: Path) -> None:
     write_run(tmp_path / "b", seed=1, seconds=200.0)
     write_run(tmp_path / "p", "ppo", summary={"frames_per_second": None, "wall_seconds": 7300})
     assert table_of(throughput(groups_in(tmp_path))).rows == (
-        (Code("walker-walk"), "MPO", "2", "750.0", "375.0", "2 min 30 s"),
-        (Code("walker-walk"), "PPO", "1", "-", "100.0", "2 h 02 min"),
+        (Code("walker-walk"), "MPO", "2", "750.0", "375.0", "2m30s"),
+        (Code("walker-walk"), "PPO", "1", "-", "100.0", "2h01m"),
     )
 
 
@@ -253,5 +253,5 @@ def test_individual_runs(tmp_path: Path) -> None:
     write_seeds(tmp_path, [100.0, 200.0])
     rows = individual_runs(groups_in(tmp_path)).rows
     folder = Code(str(tmp_path / "seed1"))
-    end = ("1", "100,000", "200.0", "8 min 20 s")
+    end = ("1", "100,000", "200.0", "8m20s")
     assert rows[1] == (folder, Code("walker-walk"), "MPO", *end)

@@ -190,6 +190,6 @@ def test_a_seed_of_its_own(tmp_path: Path) -> None:
     )
     observations = []
     for run in (first, second):
-        run._eval_env.set_seed(evaluation_seed(run.config))
-        observations.append(run._eval_env.reset()["observation"])
+        run.eval_env.set_seed(evaluation_seed(run.config))
+        observations.append(run.eval_env.reset()["observation"])
     assert torch.equal(*observations)

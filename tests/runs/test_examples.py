@@ -5,11 +5,11 @@ import shlex
 import shutil
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from minerva_torchrl.runs import Run, load_config, open_checkpoint
+from minerva_torchrl.runs import load_config, open_checkpoint
+from minerva_torchrl.runs.loop import TrainingLoop
 from tests.runs.tiny import (
     SCRIPTS,
     arguments,
@@ -92,13 +92,13 @@ def test_sweeps_with_folders_of_their_own(workplace: Path) -> None:
 def test_a_stop_ends_a_sweep(
     workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    after_batch = Run._after_batch
+    after_batch = TrainingLoop._after_batch
 
-    def stop(run: Run, batch: Any) -> None:
+    def stop(loop: TrainingLoop) -> None:
         signal.raise_signal(signal.SIGTERM)
-        after_batch(run, batch)
+        after_batch(loop)
 
-    monkeypatch.setattr(Run, "_after_batch", stop)
+    monkeypatch.setattr(TrainingLoop, "_after_batch", stop)
     settings = arguments(dotted("vmpo"))
     pattern = "run_dir='x_${seed}'"
     assert run_script("vmpo_dmc.py", "--multirun", "seed=0,1", pattern, *settings) == 0

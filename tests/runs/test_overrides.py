@@ -8,14 +8,15 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from minerva_torchrl.runs import ConfigError, parse_config
-from minerva_torchrl.runs.run import _lists, python_command, resume_argument
+from minerva_torchrl.runs.folder import plain_settings, resume_argument
+from minerva_torchrl.runs.run import python_command
 from minerva_torchrl.runs.settings import (
     check_overrides,
     default_run_dir,
     explicit_overrides,
     resumed_config,
 )
-from tests.runs.tiny import nested, plain, tiny_config
+from tests.runs.tiny import nested, tiny_config
 
 # The command line --------------------------------------------------------------------------------
 
@@ -91,7 +92,7 @@ def test_default_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.fixture
 def run_dir(tmp_path: Path) -> Path:
-    config = _lists(plain(tiny_config("mpo")))
+    config = plain_settings(tiny_config("mpo"), tmp_path)
     (tmp_path / "config.yaml").write_text(OmegaConf.to_yaml(OmegaConf.create(config)))
     return tmp_path
 
@@ -107,10 +108,8 @@ def test_settings_that_may_change(run_dir: Path) -> None:
         "eval.video": True,
     }
     config = resumed_config(run_dir, changes)
-    assert plain(config) == {
-        **plain(tiny_config("mpo", **changes)),
-    }
-    assert resumed_config(run_dir, {}) == tiny_config("mpo")
+    assert config == tiny_config("mpo", run_dir=str(run_dir), **changes)
+    assert resumed_config(run_dir, {}) == tiny_config("mpo", run_dir=str(run_dir))
 
 
 @pytest.mark.parametrize(

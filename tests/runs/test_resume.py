@@ -15,8 +15,10 @@ from gymnasium import spaces
 from minerva_torchrl.runs import CheckpointError, open_checkpoint
 from tests.runs.tiny import (
     Killed,
+    after_records,
     assert_same_parameters,
     assert_same_runs,
+    before_records,
     column,
     content,
     make_resumed,
@@ -85,15 +87,12 @@ def test_all_generators_go_on(tmp_path: Path) -> None:
     random.seed(3)
     np.random.seed(3)
     run = make_run(tiny_config("vmpo", total_frames=50), tmp_path)
-    after_batch = run._after_batch
-    expected = []
-
-    def draw(batch: Any) -> None:
-        np.random.normal()  # leaves a second one for the next call
-        after_batch(batch)
-        expected.extend([random.random(), np.random.normal(), torch.rand(()).item()])
-
-    run._after_batch = draw  # type: ignore[method-assign]
+    expected: list[float] = []
+    before_records(run, np.random.normal)  # leaves a second one for the next call
+    after_records(
+        run,
+        lambda: expected.extend([random.random(), np.random.normal(), torch.rand(()).item()]),
+    )
     run.train()
     random.seed(4)
     np.random.seed(4)
@@ -111,7 +110,7 @@ def test_killed_before_the_first_checkpoint(
 ) -> None:
     config = tiny_config("vmpo", total_frames=100)
     killed = make_run(config, tmp_path / "killed")
-    monkeypatch.setattr("minerva_torchrl.runs.run.evaluate", kill)
+    monkeypatch.setattr("minerva_torchrl.runs.loop.evaluate", kill)
     with pytest.raises(Killed):
         killed.train()
     monkeypatch.undo()
@@ -213,7 +212,7 @@ def test_what_killed_processes_left_is_removed(tmp_path: Path) -> None:
 def test_wall_time_adds_up(tmp_path: Path) -> None:
     train_and_kill(tmp_path, "vmpo", at=150)
     run = make_resumed(tmp_path)
-    run._earlier_seconds = 1000.0
+    run.earlier_seconds = 1000.0
     summary = run.train()
     assert summary["wall_seconds"] > 1000
     assert open_checkpoint(tmp_path).metadata["wall_seconds"] > 1000
@@ -278,7 +277,7 @@ def episodes_are_whole(entries: dict[str, Any]) -> bool:
 @pytest.mark.parametrize("kind", ["mpo", "mpo-retrace-envs", "ppo"])
 def test_inexact_simulators_go_on_alike(kind: str, tmp_path: Path) -> None:
     assert_resumes(tmp_path, kind, 180, checkpoint__interval=140, **DIARY)
-    assert not make_resumed(tmp_path / "whole")._exact
+    assert not make_resumed(tmp_path / "whole").exact
 
 
 @pytest.mark.parametrize("kind", ["mpo", "vmpo"])
@@ -314,14 +313,7 @@ def test_no_transition_goes_across_the_end_of_a_session(kind: str, tmp_path: Pat
 def test_no_transition_goes_across_a_stop(tmp_path: Path) -> None:
     changes = {**DIARY, "replay_buffer.size": 1000, "env.max_episode_steps": 50}
     run = make_run(tiny_config("mpo", **changes), tmp_path)
-    after_batch = run._after_batch
-
-    def ask_to_stop(batch: Any) -> None:
-        if run.frames == 60:
-            run._stop.name = "SIGTERM"
-        after_batch(batch)
-
-    run._after_batch = ask_to_stop  # type: ignore[method-assign]
+    before_records(run, lambda: run.stop("enough") if run.frames == 60 else None)
     run.train()
     assert open_checkpoint(tmp_path).frames == 60
     resume(tmp_path)

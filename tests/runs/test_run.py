@@ -18,12 +18,15 @@ from gymnasium import spaces
 
 from minerva_torchrl.runs import CheckpointStore, ConfigError, Run, load_config, open_checkpoint
 from minerva_torchrl.runs.cli import _last_lines
-from minerva_torchrl.runs.records import CsvTable
+from minerva_torchrl.runs.folder import RunFolder
+from minerva_torchrl.runs.tables import CsvTable
 from minerva_torchrl.trainers import NonFiniteError
 from tests.runs.tiny import (
     SETTINGS,
+    after_records,
     assert_same_runs,
     assert_same_value,
+    before_records,
     column,
     content,
     make_run,
@@ -217,17 +220,15 @@ def test_two_runs_that_begin_together_do_not_share_a_folder(tmp_path: Path) -> N
 def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
     first = make_run(tiny_config("vmpo", total_frames=100), tmp_path)
     attempts: list[str] = []
-    after_batch = first._after_batch
 
-    def attempt(batch: Any) -> None:
-        after_batch(batch)
+    def attempt() -> None:
         before = content(tmp_path)
         with pytest.raises(ConfigError, match="is in use by another process") as caught:
             resume(tmp_path, total_frames=150)
         attempts.append(str(caught.value))
         assert content(tmp_path) == before
 
-    first._after_batch = attempt  # type: ignore[method-assign]
+    after_records(first, attempt)
     first.train()
     assert len(attempts) == 2
     resume(tmp_path, total_frames=150)  # free again
@@ -266,8 +267,8 @@ def test_tables_and_pictures_that_cannot_be_written(
         raise OSError(errno.ENOSPC, "No space left on device")
 
     monkeypatch.setattr(CsvTable, "append", fail)
-    monkeypatch.setattr("minerva_torchrl.runs.run.draw_curve", fail)
-    monkeypatch.setattr("minerva_torchrl.runs.run.write_json", fail)
+    monkeypatch.setattr("minerva_torchrl.runs.folder.draw_curve", fail)
+    monkeypatch.setattr(RunFolder, "write_summary", fail)
     stream = io.StringIO()
     run = Run(tiny_config("vmpo"), tmp_path, stream=stream)
     summary = run.train()
@@ -306,19 +307,23 @@ def test_a_signal_saves_and_stops(number: signal.Signals, tmp_path: Path) -> Non
     assert_same_runs(run.run_dir, train(tmp_path / "whole", "mpo", total_frames=100).run_dir)
 
 
+def test_a_signal_after_the_batch_was_saved_waits_for_the_next(tmp_path: Path) -> None:
+    run = make_run(tiny_config("mpo"), tmp_path)
+    after_records(run, lambda: signal.raise_signal(signal.SIGTERM) if run.frames == 60 else None)
+    assert run.train()["frames"] == run.saved_frames == open_checkpoint(tmp_path).frames == 80
+
+
 def test_a_second_interrupt_stops_at_once(tmp_path: Path) -> None:
     run = make_run(tiny_config("vmpo"), tmp_path)
-    after_batch = run._after_batch
     before = signal.getsignal(signal.SIGINT)
 
-    def interrupted(batch: Any) -> None:
+    def interrupted() -> None:
         if run.frames == 150:
             signal.raise_signal(signal.SIGINT)
             signal.raise_signal(signal.SIGTERM)  # does not add anything
             signal.raise_signal(signal.SIGINT)
-        after_batch(batch)
 
-    run._after_batch = interrupted  # type: ignore[method-assign]
+    before_records(run, interrupted)
     with pytest.raises(KeyboardInterrupt):
         run.train()
     assert signal.getsignal(signal.SIGINT) is before

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,9 @@ from omegaconf import OmegaConf
 from minerva_torchrl.presets import PRESETS
 from minerva_torchrl.runs import CheckpointError, ConfigError, load_config, parse_config
 from minerva_torchrl.runs.config import CONFIGS
-from minerva_torchrl.runs.run import Run, _lists
-from tests.runs.tiny import content, make_run, nested, plain, tiny_config
+from minerva_torchrl.runs.folder import plain_settings
+from minerva_torchrl.runs.run import Run
+from tests.runs.tiny import content, make_run, nested, tiny_config
 
 # Names and types ---------------------------------------------------------------------------------
 
@@ -298,9 +300,9 @@ def test_settings_survive_a_file(algo: str, preset: str, tmp_path: Path) -> None
     config = parse_config(algo, {"preset": preset, "seed": 3, "eval": {"interval": 7}})
     assert config.preset == preset
     assert list(config.problems()) == []
-    text = OmegaConf.to_yaml(OmegaConf.create(_lists(plain(config))))
+    text = OmegaConf.to_yaml(OmegaConf.create(plain_settings(config, tmp_path)))
     (tmp_path / "config.yaml").write_text(text)
-    assert load_config(tmp_path) == config
+    assert load_config(tmp_path) == replace(config, run_dir=str(tmp_path))
 
 
 @pytest.mark.parametrize(

@@ -8,15 +8,22 @@ import io
 import json
 import runpy
 import sys
-from collections.abc import Mapping
-from dataclasses import asdict
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from hydra.core.global_hydra import GlobalHydra
 
-from minerva_torchrl.runs import Checkpoint, Run, RunConfig, open_checkpoint, parse_config
+from minerva_torchrl.runs import (
+    Callback,
+    Checkpoint,
+    Run,
+    RunConfig,
+    open_checkpoint,
+    parse_config,
+)
 from minerva_torchrl.runs.settings import resumed_config
 
 COMMON: dict[str, Any] = {
@@ -102,17 +109,25 @@ def _argument(value: Any) -> str:
     return named[value] if value is None or isinstance(value, bool) else str(value)
 
 
+class QuickRun(Run):
+    """Draws no curve, which would take a third of its time."""
+
+    def train(self) -> dict[str, Any]:
+        with mock.patch("minerva_torchrl.runs.folder.draw_curve"):
+            return super().train()
+
+
 def make_run(
     config: RunConfig,
     folder: Path,
     *,
     checkpoint: Checkpoint | None = None,
+    callbacks: Sequence[Callback] = (),
     stream: io.StringIO | None = None,
 ) -> Run:
-    """A run that draws no curve, which would take a third of its time."""
-    run = Run(config, folder, checkpoint=checkpoint, stream=stream or io.StringIO())
-    run._draw = lambda: None  # type: ignore[method-assign]
-    return run
+    """A run that shows its progress to nobody."""
+    stream = io.StringIO() if stream is None else stream
+    return QuickRun(config, folder, checkpoint=checkpoint, callbacks=callbacks, stream=stream)
 
 
 def train(folder: Path, kind: str, **changes: Any) -> Run:
@@ -122,11 +137,16 @@ def train(folder: Path, kind: str, **changes: Any) -> Run:
     return run
 
 
-def make_resumed(folder: Path, stream: io.StringIO | None = None, **changes: Any) -> Run:
+def make_resumed(
+    folder: Path,
+    stream: io.StringIO | None = None,
+    callbacks: Sequence[Callback] = (),
+    **changes: Any,
+) -> Run:
     """A run that goes on where its last checkpoint is, in objects of its own."""
     changed = {name.replace("__", "."): value for name, value in changes.items()}
-    config = resumed_config(folder, changed)
-    return make_run(config, folder, checkpoint=open_checkpoint(folder), stream=stream)
+    config, checkpoint = resumed_config(folder, changed), open_checkpoint(folder)
+    return make_run(config, folder, checkpoint=checkpoint, callbacks=callbacks, stream=stream)
 
 
 def resume(folder: Path, stream: io.StringIO | None = None, **changes: Any) -> Run:
@@ -140,22 +160,39 @@ class Killed(BaseException):
     """Ends a run in the middle, like a signal that can't be caught."""
 
 
+def before_records(run: Run, hook: Callable[[], None]) -> None:
+    """Have a hook called after each batch, before it is recorded, evaluated and saved."""
+    run.assembly.trainer.register_op("post_steps", hook)
+
+
+def after_records(run: Run, hook: Callable[[], None]) -> None:
+    """Have a hook called after each batch, when it is recorded, evaluated and saved."""
+    run.assembly.trainer.register_op("post_steps_log", lambda batch: hook())
+
+
 def train_and_kill(
-    folder: Path, kind: str, at: int, *, resumed: bool = False, **changes: Any
+    folder: Path,
+    kind: str,
+    at: int,
+    *,
+    resumed: bool = False,
+    callbacks: Sequence[Callback] = (),
+    **changes: Any,
 ) -> None:
     """Train to so many frames and stop there, before what comes after the batch.
 
     What was saved last is then older.
     """
-    run = make_resumed(folder) if resumed else make_run(tiny_config(kind, **changes), folder)
-    after_batch = run._after_batch
+    if resumed:
+        run = make_resumed(folder, callbacks=callbacks)
+    else:
+        run = make_run(tiny_config(kind, **changes), folder, callbacks=callbacks)
 
-    def kill(batch: Any) -> None:
+    def kill() -> None:
         if run.frames >= at:
             raise Killed
-        after_batch(batch)
 
-    run._after_batch = kill  # type: ignore[method-assign]
+    before_records(run, kill)
     try:
         run.train()
     except Killed:
@@ -228,10 +265,6 @@ def assert_same_runs(first: Path, second: Path) -> None:
     assert (first / "eval.csv").read_text() == (second / "eval.csv").read_text()
     best = [open_checkpoint(folder / "checkpoints" / "best").frames for folder in (first, second)]
     assert best[0] == best[1]
-
-
-def plain(config: RunConfig) -> dict[str, Any]:
-    return asdict(config)
 
 
 # Commands ----------------------------------------------------------------------------------------
