@@ -48,7 +48,7 @@ class RunFolder:
         self._title = f"{config.algo} {config.env.name}, seed {config.seed}"
         self._lock = _lock(path)
         try:
-            check_folder(path, new=new)  # again: another run may have come and gone
+            _check_content(path, new=new)  # now that nobody else can change it
             try:
                 self.evaluations = CsvTable(path / "eval.csv", EVAL_COLUMNS)
                 self.metrics = CsvTable(path / "metrics.csv", ("frames", "updates"))
@@ -87,7 +87,7 @@ class RunFolder:
 
 
 def check_folder(path: Path, *, new: bool) -> None:
-    """Raise if a run can't use a folder.
+    """Raise if a run can't use a folder, before anything that takes long is done for it.
 
     Args:
         path (Path): the folder, which need not be there yet.
@@ -95,6 +95,12 @@ def check_folder(path: Path, *, new: bool) -> None:
     Keyword Args:
         new (bool): whether it must be empty.
     """
+    _check_content(path, new=new)
+    if (path / _LOCK).exists():
+        _lock(path).release()
+
+
+def _check_content(path: Path, *, new: bool) -> None:
     if path.exists() and not path.is_dir():
         raise ConfigError([f"run_dir {path} is a file."])
     if new and {file.name for file in path.glob("*")} - {_LOCK}:

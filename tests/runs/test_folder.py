@@ -5,6 +5,7 @@ import math
 import shutil
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ import pytest
 from minerva_torchrl.runs import CheckpointError, ConfigError, load_config
 from minerva_torchrl.runs import run as run_module
 from minerva_torchrl.runs.assemble import Assembly, assemble
-from minerva_torchrl.runs.folder import RunFolder
+from minerva_torchrl.runs.folder import RunFolder, check_folder
 from tests.runs.tiny import content, make_resumed, make_run, tiny_config, train
 
 CONFIG = tiny_config("vmpo", total_frames=100)
@@ -48,8 +49,9 @@ def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
         assert process.stdout is not None
         assert process.stdout.readline() == "locked\n"
         before = content(tmp_path)
-        with pytest.raises(ConfigError, match=f"run_dir {tmp_path} is in use by another process"):
-            open_folder(tmp_path)
+        for use in (open_folder, partial(check_folder, new=False)):
+            with pytest.raises(ConfigError, match=f"run_dir {tmp_path} is in use by another"):
+                use(tmp_path)
         assert content(tmp_path) == before
     finally:
         process.kill()
