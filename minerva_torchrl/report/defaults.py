@@ -19,7 +19,7 @@ def preset_settings(algo: str, preset: str) -> Mapping[str, Any]:
     """All settings of a preset, by dotted name.
 
     Args:
-        algo (str): ``"mpo"``, ``"vmpo"`` or ``"ppo"``.
+        algo (str): name of the algorithm.
         preset (str): one of its presets.
 
     Examples:

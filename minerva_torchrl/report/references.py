@@ -7,11 +7,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
+
+from minerva_torchrl.algorithms import ALGORITHMS
 
 __all__ = ["Bar", "Reference", "References", "ReferencesError", "load_references"]
-
-_Algo = Literal["mpo", "vmpo", "ppo"]
 
 
 @dataclass(frozen=True)
@@ -23,7 +23,7 @@ class Reference:
     """What to call it."""
     value: float
     """The return."""
-    algo: _Algo | None = None
+    algo: str | None = None
     """Algorithm that it is a result of, if that is one of ours."""
     frames: int | None = None
     """After how many frames it was measured."""
@@ -34,7 +34,7 @@ class Bar:
     """A result that is required."""
 
     task: str
-    algo: _Algo
+    algo: str
     frames: int
     """Budget at which it is measured."""
     at_least: float
@@ -81,7 +81,7 @@ def load_references(path: str | Path) -> References:
         Traceback (most recent call last):
         ...
         minerva_torchrl.report.references.ReferencesError: ...references.yaml: bars[0]: algo must
-        be one of mpo, vmpo, ppo, got 'sac' (str).
+        be one of mpo, vmpo, ppo, got 'sac'.
     """
     path = Path(path)
     content = _read(path)
@@ -161,7 +161,6 @@ def _check_names(kind: type[Reference] | type[Bar], data: object) -> None:
 
 
 def _check_values(entry: Reference | Bar) -> None:
-    from minerva_torchrl.presets import PRESETS
     from minerva_torchrl.runs.strict import ConfigError
 
     problems = []
@@ -170,8 +169,10 @@ def _check_values(entry: Reference | Bar) -> None:
         problems.append(f"{name} must be finite, got {value}.")
     if entry.frames is not None and entry.frames < 1:
         problems.append(f"frames must be positive, got {entry.frames}.")
-    if isinstance(entry, Bar) and entry.preset not in PRESETS[entry.algo]:
-        allowed = ", ".join(PRESETS[entry.algo])
+    if entry.algo is not None and entry.algo not in ALGORITHMS:
+        problems.append(f"algo must be one of {', '.join(ALGORITHMS)}, got {entry.algo!r}.")
+    elif isinstance(entry, Bar) and entry.preset not in ALGORITHMS[entry.algo].presets:
+        allowed = ", ".join(ALGORITHMS[entry.algo].presets)
         problems.append(f"preset must be one of {allowed} for {entry.algo}, got {entry.preset!r}.")
     if problems:
         raise ConfigError(problems)

@@ -15,6 +15,7 @@ import torch
 from omegaconf import OmegaConf
 from tensordict import TensorDictBase
 
+from minerva_torchrl.algorithms import RunConfig
 from minerva_torchrl.runs import snapshot
 from minerva_torchrl.runs.assemble import (
     assemble,
@@ -23,7 +24,6 @@ from minerva_torchrl.runs.assemble import (
     resolve_device,
 )
 from minerva_torchrl.runs.checkpoints import Checkpoint, CheckpointError, CheckpointStore
-from minerva_torchrl.runs.config import RunConfig
 from minerva_torchrl.runs.curve import draw_curve
 from minerva_torchrl.runs.evaluation import evaluate
 from minerva_torchrl.runs.loggers import check_backend, close_logger, make_logger
@@ -35,7 +35,7 @@ from minerva_torchrl.runs.signals import StopRequest
 from minerva_torchrl.runs.strict import ConfigError
 from minerva_torchrl.runs.video import require_video_support, write_video
 
-__all__ = ["Run", "check_same_run", "python_command", "resume_argument"]
+__all__ = ["Run", "check_same_run", "python_command", "resume_argument", "train_command"]
 
 _LOCK = ".lock"
 _EVAL_COLUMNS = ("frames", "return_mean", "return_std", "return_min", "return_max", "length_mean")
@@ -369,8 +369,8 @@ class Run:
 
     def resume_command(self) -> str:
         """What to type to go on with this run."""
-        script, argument = shlex.quote(sys.argv[0]), shlex.quote(resume_argument(self.run_dir))
-        return f"{python_command()} {script} {argument}"
+        argument = shlex.quote(resume_argument(self.run_dir))
+        return f"{train_command(self.config.algo)} {argument}"
 
 
 def python_command() -> str:
@@ -378,6 +378,14 @@ def python_command() -> str:
     here = Path(sys.executable)
     below = here.is_relative_to(Path.cwd())
     return shlex.quote(str(here.relative_to(Path.cwd()))) if below else "python"
+
+
+def train_command(algo: str) -> str:
+    """What to type to train, in the way that this program was started: by a script or not."""
+    script = sys.argv[0]
+    if script.endswith(".py") and not script.endswith("__main__.py"):
+        return f"{python_command()} {shlex.quote(script)}"
+    return f"{python_command()} -m minerva_torchrl train {algo}"
 
 
 def resume_argument(run_dir: Path) -> str:

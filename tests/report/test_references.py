@@ -61,7 +61,7 @@ def test_nothing(tmp_path: Path, content: object) -> None:
         ([{**LINE, "value": True}], r"references\[0\]: value must be a number, got True"),
         ([{**LINE, "frames": 1.5}], r"references\[0\]: frames must be an integer or null, got"),
         ([{**LINE, "frames": 0}], r"references\[0\]: frames must be positive, got 0"),
-        ([{**LINE, "algo": "sac"}], r"\[0\]: algo must be one of mpo, vmpo, ppo or null, got 'sac"),
+        ([{**LINE, "algo": "sac"}], r"\[0\]: algo must be one of mpo, vmpo, ppo, got 'sac"),
         (
             [{"task": "x"}],
             r"references\[0\]: label, value is missing. It has task, label, value, and if wanted "
