@@ -53,7 +53,13 @@ VMPOLoss.__doc__ = (vmpo.VMPOLoss.__doc__ or "").replace("epsilon_eta", "epsilon
 
 
 class VMPOOptimizationStepper(steppers.VMPOOptimizationStepper):
-    """``dual_order`` is new."""
+    """``dual_order`` is new.
+
+    Keyword Args:
+        dual_order (str): ``"simultaneous"`` (default) or ``"dual_first"``.
+        lr_scaling (str, optional): scale of the learning rates.
+        clip (float, optional): largest gradient norm.
+    """
 
     def __init__(
         self,
@@ -80,7 +86,14 @@ class VMPOOptimizationStepper(steppers.VMPOOptimizationStepper):
 
 
 class PPOOptimizationStepper(steppers.PPOOptimizationStepper):
-    """Epochs and minibatches are the stepper's."""
+    """Epochs and minibatches are the stepper's.
+
+    Keyword Args:
+        num_epochs (int): passes over a rollout.
+        minibatch_size (int): frames in a minibatch.
+        target_kl (float, optional): ends the epochs early.
+        clip (float, optional): largest gradient norm.
+    """
 
     def __init__(
         self,
