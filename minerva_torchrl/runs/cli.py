@@ -16,6 +16,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from minerva_torchrl.algorithms import ALGORITHMS
 from minerva_torchrl.runs.checkpoints import CheckpointError, open_checkpoint
 from minerva_torchrl.runs.evaluation import evaluate
 from minerva_torchrl.runs.help import train_help
@@ -130,16 +131,19 @@ def _last_lines(run: Run, summary: dict[str, Any]) -> list[str]:
     folder, more = run.run_dir, 2 * run.config.total_frames
     returns = [summary["final_return"], summary["best_return"]]
     final, best = ("unknown" if value is None else f"{value:.1f}" for value in returns)
-    evaluation = f"{python_command()} -m minerva_torchrl evaluate {shlex.quote(str(folder))}"
-    return [
+    lines = [
         f"{summary['algo']} {summary['env']}: {summary['frames']:,} frames in "
         f"{summary['wall_seconds']:.0f} s, final evaluation {final}, best {best}",
         "",
         f"  curve       {folder / 'curve.png'}",
-        f"  watch       {evaluation} --episodes 10",
         f"  go on       {run.resume_command()} total_frames={more}",
         f"  other task  {train_command(run.config.algo)} env.name=walker-walk total_frames=100_000",
     ]
+    if ALGORITHMS[run.config.algo].__module__.startswith("minerva_torchrl."):
+        # Other algorithms are known to the programs that register them only.
+        evaluation = f"{python_command()} -m minerva_torchrl evaluate {shlex.quote(str(folder))}"
+        lines.append(f"  watch       {evaluation} --episodes 10")
+    return lines
 
 
 # Evaluation --------------------------------------------------------------------------------------

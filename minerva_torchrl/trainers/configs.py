@@ -74,7 +74,7 @@ for networks that are the same each time.
 from __future__ import annotations
 
 from inspect import signature
-from typing import Any, TypeVar
+from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
@@ -155,8 +155,8 @@ class MPOLossConfig(LossConfig):
 
 
 def _make_mpo_loss(*, value_estimator: str, gamma: float, lmbda: float, **kwargs: Any) -> MPOLoss:
-    estimator = _estimator(value_estimator, ("td0", "td1", "td_lambda", "retrace"), gamma, lmbda)
-    return MPOLoss(**kwargs).make_value_estimator(**estimator)
+    check_choice("value_estimator", value_estimator, ("td0", "td1", "td_lambda", "retrace"))
+    return MPOLoss(**kwargs).make_value_estimator(**_estimator(value_estimator, gamma, lmbda))
 
 
 @fields_from(VMPOLoss)
@@ -186,8 +186,8 @@ class VMPOLossConfig(LossConfig):
 
 
 def _make_vmpo_loss(*, value_estimator: str, gamma: float, lmbda: float, **kwargs: Any) -> VMPOLoss:
-    estimator = _estimator(value_estimator, ("gae", "td0", "td1", "td_lambda"), gamma, lmbda)
-    return VMPOLoss(**kwargs).make_value_estimator(**estimator)
+    check_choice("value_estimator", value_estimator, ("gae", "td0", "td1", "td_lambda"))
+    return VMPOLoss(**kwargs).make_value_estimator(**_estimator(value_estimator, gamma, lmbda))
 
 
 _ESTIMATORS = {
@@ -199,9 +199,8 @@ _ESTIMATORS = {
 }
 
 
-def _estimator(name: str, choices: tuple[str, ...], gamma: float, lmbda: float) -> dict[str, Any]:
+def _estimator(name: str, gamma: float, lmbda: float) -> dict[str, Any]:
     """Arguments of ``make_value_estimator``."""
-    check_choice("value_estimator", name, choices)
     arguments = {"value_type": _ESTIMATORS[name], "gamma": gamma}
     return arguments if name in ("td0", "td1") else {**arguments, "lmbda": lmbda}
 
@@ -297,9 +296,6 @@ def _make_vmpo_trainer(**fields: Any) -> VMPOTrainer:
     return _make_trainer(VMPOTrainer, VMPOOptimizationStepper, parameters, fields)
 
 
-_AnyTrainer = TypeVar("_AnyTrainer", MPOTrainer, VMPOTrainer)
-
-
 def _complete_collector_and_loss(fields: dict[str, Any], network_names: tuple[str, ...]) -> Any:
     """Complete the collector with the policy, and the loss with networks and action spec."""
     networks = {name: fields.pop(name) for name in network_names}
@@ -328,24 +324,19 @@ def _complete_collector_and_loss(fields: dict[str, Any], network_names: tuple[st
 
 
 def _make_trainer(
-    trainer_class: type[_AnyTrainer],
-    stepper_class: type,
-    parameters: dict[str, Any],
-    fields: dict[str, Any],
-) -> _AnyTrainer:
+    trainer_class: Any, stepper_class: Any, parameters: dict[str, Any], fields: dict[str, Any]
+) -> Any:
     """Complete target updater and optimisers, and make the stepper and the trainer of them."""
-    hooks, updater = fields.pop("hooks"), fields["target_net_updater"]
-    if updater is not None:
-        fields["target_net_updater"] = complete(
-            "target_net_updater", updater, TargetNetUpdater, loss_module=fields["loss_module"]
-        )
+    hooks = fields.pop("hooks")
     for name, params in parameters.items():
         fields[name] = complete(name, fields[name], Optimizer, params=params)
-    scheduler = fields.get("lr_scheduler")
-    if scheduler is not None:
-        fields["lr_scheduler"] = complete(
-            "lr_scheduler", scheduler, LRScheduler, optimizer=fields["optimizer"]
-        )
+    optional = (
+        ("target_net_updater", TargetNetUpdater, {"loss_module": fields["loss_module"]}),
+        ("lr_scheduler", LRScheduler, {"optimizer": fields.get("optimizer")}),
+    )
+    for name, kind, missing in optional:
+        if fields.get(name) is not None:
+            fields[name] = complete(name, fields[name], kind, **missing)
     of_stepper = {name: fields.pop(name) for name in signature(stepper_class).parameters}
     trainer = trainer_class(optimization_stepper=stepper_class(**of_stepper), **fields)
     # Nodes make an object for every place that they are used in, so that the policy of a collector
@@ -358,16 +349,17 @@ def _make_trainer(
 def register() -> None:
     """Add the nodes of this module to Hydra's ``ConfigStore``; importing it does so already."""
     store = ConfigStore.instance()
-    nodes: list[tuple[str, str, type]] = [
-        ("loss", "mpo", MPOLossConfig),
-        ("loss", "vmpo", VMPOLossConfig),
-        ("trainer", "mpo", MPOTrainerConfig),
-        ("trainer", "vmpo", VMPOTrainerConfig),
-        ("model", "independent_normal", IndependentNormalModelConfig),
-        ("sampler", "retrace_slice", RetraceSliceSamplerConfig),
-        ("env", "minerva", MinervaEnvConfig),
-    ]
-    for group, name, node in nodes:
+    nodes = {
+        "loss/mpo": MPOLossConfig,
+        "loss/vmpo": VMPOLossConfig,
+        "trainer/mpo": MPOTrainerConfig,
+        "trainer/vmpo": VMPOTrainerConfig,
+        "model/independent_normal": IndependentNormalModelConfig,
+        "sampler/retrace_slice": RetraceSliceSamplerConfig,
+        "env/minerva": MinervaEnvConfig,
+    }
+    for path, node in nodes.items():
+        group, _, name = path.partition("/")
         store.store(group=group, name=name, node=node, provider="minerva_torchrl")
 
 
