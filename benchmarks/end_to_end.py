@@ -27,9 +27,8 @@ from mpo_update import check_agreement as check_update
 from mpo_update import flat, make_floor
 from replay import PlainReplay
 
-from minerva_torchrl.runs import parse_config
+from minerva_torchrl.runs import MPOConfig, parse_config
 from minerva_torchrl.runs.assemble import Assembly, assemble
-from minerva_torchrl.runs.config import MPOConfig
 
 BATCHES = 2  # in a call
 

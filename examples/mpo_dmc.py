@@ -5,23 +5,12 @@
     python examples/mpo_dmc.py --multirun seed=0,1,2
     python examples/mpo_dmc.py resume=runs/...
 
-`--help` lists all settings.
+`--help` lists all settings. `python -m minerva_torchrl train mpo` does the same without configs/.
 """
 
-from __future__ import annotations
+from pathlib import Path
 
-import hydra
-from omegaconf import DictConfig
-
-from minerva_torchrl.runs import check_overrides, register_configs, train
-
-
-@hydra.main(version_base="1.3", config_path="../configs", config_name="mpo")
-def main(config: DictConfig) -> None:
-    train(config)
-
+from minerva_torchrl.runs import train_main
 
 if __name__ == "__main__":
-    check_overrides("mpo")
-    register_configs("mpo")
-    main()
+    train_main("mpo", config_dir=Path(__file__).parents[1] / "configs")

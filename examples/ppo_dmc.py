@@ -5,23 +5,12 @@
     python examples/ppo_dmc.py --multirun seed=0,1,2
     python examples/ppo_dmc.py resume=runs/...
 
-`--help` lists all settings.
+`--help` lists all settings. `python -m minerva_torchrl train ppo` does the same without configs/.
 """
 
-from __future__ import annotations
+from pathlib import Path
 
-import hydra
-from omegaconf import DictConfig
-
-from minerva_torchrl.runs import check_overrides, register_configs, train
-
-
-@hydra.main(version_base="1.3", config_path="../configs", config_name="ppo")
-def main(config: DictConfig) -> None:
-    train(config)
-
+from minerva_torchrl.runs import train_main
 
 if __name__ == "__main__":
-    check_overrides("ppo")
-    register_configs("ppo")
-    main()
+    train_main("ppo", config_dir=Path(__file__).parents[1] / "configs")

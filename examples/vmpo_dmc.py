@@ -5,23 +5,12 @@
     python examples/vmpo_dmc.py --multirun seed=0,1,2
     python examples/vmpo_dmc.py resume=runs/...
 
-`--help` lists all settings.
+`--help` lists all settings. `python -m minerva_torchrl train vmpo` does the same without configs/.
 """
 
-from __future__ import annotations
+from pathlib import Path
 
-import hydra
-from omegaconf import DictConfig
-
-from minerva_torchrl.runs import check_overrides, register_configs, train
-
-
-@hydra.main(version_base="1.3", config_path="../configs", config_name="vmpo")
-def main(config: DictConfig) -> None:
-    train(config)
-
+from minerva_torchrl.runs import train_main
 
 if __name__ == "__main__":
-    check_overrides("vmpo")
-    register_configs("vmpo")
-    main()
+    train_main("vmpo", config_dir=Path(__file__).parents[1] / "configs")

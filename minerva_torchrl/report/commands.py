@@ -18,7 +18,7 @@ _WIDTH = 100
 
 
 def commands(group: Group) -> list[str]:
-    """Commands that train all runs of a group again, to be typed where ``examples/`` is.
+    """Commands that train all runs of a group again.
 
     There is one, unless the runs differ in settings that what is learned does not depend on, for
     example in their length. Lines are broken as a shell understands it.
@@ -29,12 +29,12 @@ def commands(group: Group) -> list[str]:
     seeds: dict[tuple[str, ...], list[int]] = defaultdict(list)
     for run in group.runs:
         seeds[tuple(_arguments(run))].append(run.seed)
-    script = ["python", f"examples/{group.algo}_dmc.py"]
+    start = ["python", "-m", "minerva_torchrl", "train", group.algo]
     lines = []
     for arguments, numbers in seeds.items():
         seed = "seed=" + ",".join(map(str, numbers))
         several = ["--multirun"] if len(numbers) > 1 else []
-        lines.append(_joined([*script, *several, arguments[0], seed, *arguments[1:]]))
+        lines.append(_joined([*start, *several, arguments[0], seed, *arguments[1:]]))
     return lines
 
 

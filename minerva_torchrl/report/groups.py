@@ -8,14 +8,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from minerva_torchrl.algorithms import ALGORITHMS
 from minerva_torchrl.report.estimates import MeanCurve, mean_curve
 from minerva_torchrl.report.reading import RecordedRun
 from minerva_torchrl.report.values import settings_text
 
-__all__ = ["ALGORITHMS", "Group", "differing_settings", "group_runs", "settings_key"]
-
-ALGORITHMS = {"mpo": "MPO", "vmpo": "V-MPO", "ppo": "PPO"}
-"""How the algorithms are written."""
+__all__ = ["Group", "differing_settings", "group_runs", "settings_key"]
 
 _SETTINGS_IN_A_LABEL = 3
 
@@ -116,7 +114,7 @@ def _order(group: Group) -> tuple[str, int, bool, bool]:
 def _names(runs: Sequence[RecordedRun]) -> dict[tuple[str, Hashable], str]:
     """What to call the runs of an algorithm with some settings."""
     names = {}
-    for algo, written in ALGORITHMS.items():
+    for algo in ALGORITHMS:
         kinds: dict[Hashable, RecordedRun] = {}
         per_task: dict[str, set[Hashable]] = defaultdict(set)
         for run in runs:
@@ -124,10 +122,10 @@ def _names(runs: Sequence[RecordedRun]) -> dict[tuple[str, Hashable], str]:
                 kinds.setdefault(settings_key(run), run)
                 per_task[run.task].add(settings_key(run))
         if all(len(keys) == 1 for keys in per_task.values()):
-            names.update({(algo, key): written for key in kinds})
+            names.update({(algo, key): ALGORITHMS[algo].title for key in kinds})
         else:
             for key, variant in _variants(kinds).items():
-                names[algo, key] = f"{written} ({variant})"
+                names[algo, key] = f"{ALGORITHMS[algo].title} ({variant})"
     return names
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Hashable, Sequence
 
+from minerva_torchrl.algorithms import ALGORITHMS
 from minerva_torchrl.report.commands import commands
 from minerva_torchrl.report.document import (
     Block,
@@ -15,7 +16,7 @@ from minerva_torchrl.report.document import (
     Table,
     Text,
 )
-from minerva_torchrl.report.groups import ALGORITHMS, Group, differing_settings, settings_key
+from minerva_torchrl.report.groups import Group, differing_settings, settings_key
 from minerva_torchrl.report.values import setting_text
 
 __all__ = ["command_blocks", "differences_blocks", "settings_blocks"]
@@ -26,22 +27,24 @@ _NOT_LISTED = ("algo", "seed", "run_dir", "resume")
 def differences_blocks(groups: Sequence[Group]) -> list[Block]:
     """For each algorithm, the settings in which its groups differ."""
     blocks: list[Block] = []
-    for algo, name in ALGORITHMS.items():
+    for algo, algorithm in ALGORITHMS.items():
         kinds = _kinds(groups, algo)
         if len(kinds) == 1:
-            blocks.append(Paragraph(f"{name}: none. All its runs share the same settings."))
+            blocks.append(
+                Paragraph(f"{algorithm.title}: none. All its runs share the same settings.")
+            )
         elif kinds:
-            blocks += [Paragraph(f"{name}:"), _differences(kinds)]
+            blocks += [Paragraph(f"{algorithm.title}:"), _differences(kinds)]
     return blocks
 
 
 def settings_blocks(groups: Sequence[Group]) -> list[Block]:
     """For each algorithm, all settings of its groups."""
     blocks: list[Block] = []
-    for algo, name in ALGORITHMS.items():
+    for algo, algorithm in ALGORITHMS.items():
         kinds = _kinds(groups, algo)
         if len(kinds) == 1:
-            blocks.append(Paragraph(f"All runs of {name} share these settings."))
+            blocks.append(Paragraph(f"All runs of {algorithm.title} share these settings."))
         for kind in kinds:
             title = f"Settings of {_title(kind, kinds)}"
             blocks.append(Details(title, (Listing(_all_settings(kind), "yaml"),)))

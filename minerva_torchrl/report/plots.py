@@ -9,7 +9,8 @@ import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from minerva_torchrl.report.groups import ALGORITHMS, Group
+from minerva_torchrl.algorithms import ALGORITHMS
+from minerva_torchrl.report.groups import Group
 from minerva_torchrl.report.references import Reference
 from minerva_torchrl.report.values import count
 from minerva_torchrl.runs.curve import TEXT_COLOUR, style_axes

@@ -164,7 +164,7 @@ def flatten(settings: object, prefix: str = "") -> dict[str, Any]:
     """Settings by dotted name, from a dataclass with sections.
 
     Examples:
-        >>> from minerva_torchrl.runs.config import MPOConfig
+        >>> from minerva_torchrl.algorithms.mpo import MPOConfig
         >>> flatten(MPOConfig())["env.name"]
         'cartpole-balance'
     """

@@ -13,8 +13,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from minerva_torchrl.presets import PRESETS
-from minerva_torchrl.report.groups import ALGORITHMS
+from minerva_torchrl.algorithms import ALGORITHMS
 from minerva_torchrl.runs.strict import ConfigError, parse
 
 __all__ = ["Bar", "Reference", "References", "ReferencesError", "load_references"]
@@ -162,8 +161,8 @@ def _check_values(entry: Reference | Bar) -> None:
     problems = []
     if entry.algo is not None and entry.algo not in ALGORITHMS:
         problems.append(f"algo must be one of {', '.join(ALGORITHMS)}, got {entry.algo!r}.")
-    elif isinstance(entry, Bar) and entry.preset not in PRESETS[entry.algo]:
-        allowed = ", ".join(PRESETS[entry.algo])
+    elif isinstance(entry, Bar) and entry.preset not in ALGORITHMS[entry.algo].presets:
+        allowed = ", ".join(ALGORITHMS[entry.algo].presets)
         problems.append(f"preset must be one of {allowed} for {entry.algo}, got {entry.preset!r}.")
     name = "value" if isinstance(entry, Reference) else "at_least"
     value = getattr(entry, name)

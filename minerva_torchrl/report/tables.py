@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from minerva_torchrl.algorithms import ALGORITHMS
 from minerva_torchrl.report.document import Block, Code, Paragraph, Table, Text
 from minerva_torchrl.report.estimates import (
     area_under_curve,
@@ -15,7 +16,7 @@ from minerva_torchrl.report.estimates import (
     standard_deviation,
     value_at,
 )
-from minerva_torchrl.report.groups import ALGORITHMS, Group
+from minerva_torchrl.report.groups import Group
 from minerva_torchrl.report.reading import RecordedRun
 from minerva_torchrl.report.references import Bar, Reference
 from minerva_torchrl.report.values import (
@@ -185,7 +186,7 @@ def bars_table(bars: Sequence[Bar], groups: Sequence[Group]) -> list[Block]:
             rows.append((*start, *limits, *_verdict(bar, group, measured)))
             interpolated |= measured is not None and measured.interpolated
         if not matching:
-            wanted = f"{ALGORITHMS[bar.algo]}, preset {bar.preset}"
+            wanted = f"{ALGORITHMS[bar.algo].title}, preset {bar.preset}"
             rows.append((Code(bar.task), wanted, *limits, "-", "-", "not run"))
     blocks: list[Block] = [Table(columns, tuple(rows), numbers=(2, 3, 4, 5))]
     if interpolated:
@@ -265,7 +266,7 @@ def _settings(group: Group) -> str:
     changed = [name for name in run.changes_to_preset if name in run.learning_settings]
     texts = settings_text(run.settings, changed)
     more = [f"and {len(texts) - 3} more"] if len(texts) > 3 else []
-    return ", ".join([ALGORITHMS[run.algo], f"preset {run.preset}", *texts[:3], *more])
+    return ", ".join([ALGORITHMS[run.algo].title, f"preset {run.preset}", *texts[:3], *more])
 
 
 def _range(values: Iterable[int]) -> str:

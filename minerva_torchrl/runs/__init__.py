@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
-import importlib
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from minerva_torchrl.algorithms import RunConfig
+from minerva_torchrl.algorithms.mpo import MPOConfig
+from minerva_torchrl.algorithms.ppo import PPOConfig
+from minerva_torchrl.algorithms.vmpo import VMPOConfig
 from minerva_torchrl.runs.callbacks import Callback
 from minerva_torchrl.runs.checkpoints import (
     Checkpoint,
@@ -12,7 +16,6 @@ from minerva_torchrl.runs.checkpoints import (
     CheckpointStore,
     open_checkpoint,
 )
-from minerva_torchrl.runs.config import MPOConfig, PPOConfig, RunConfig, VMPOConfig
 from minerva_torchrl.runs.evaluation import Evaluation, evaluate
 from minerva_torchrl.runs.settings import (
     check_overrides,
@@ -23,7 +26,7 @@ from minerva_torchrl.runs.settings import (
 from minerva_torchrl.runs.strict import ConfigError
 
 if TYPE_CHECKING:
-    from minerva_torchrl.runs.cli import train
+    from minerva_torchrl.runs.cli import evaluate_main, train, train_main
     from minerva_torchrl.runs.load import TrainedPolicy, load_policy
     from minerva_torchrl.runs.run import Run
 
@@ -42,19 +45,28 @@ __all__ = [
     "VMPOConfig",
     "check_overrides",
     "evaluate",
+    "evaluate_main",
     "load_config",
     "load_policy",
     "open_checkpoint",
     "parse_config",
     "register_configs",
     "train",
+    "train_main",
 ]
 
-_NEED_SIMULATORS = {"Run": "run", "TrainedPolicy": "load", "load_policy": "load", "train": "cli"}
+_WITH_SIMULATORS = {
+    "Run": "run",
+    "TrainedPolicy": "load",
+    "evaluate_main": "cli",
+    "load_policy": "load",
+    "train": "cli",
+    "train_main": "cli",
+}
 
 
 def __getattr__(name: str) -> Any:
-    """Import simulators only when something is asked for that uses them: reports do not."""
-    if name in _NEED_SIMULATORS:
-        return getattr(importlib.import_module(f"{__name__}.{_NEED_SIMULATORS[name]}"), name)
+    """Import simulators only for what runs them: settings and records need none."""
+    if name in _WITH_SIMULATORS:
+        return getattr(import_module(f"{__name__}.{_WITH_SIMULATORS[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

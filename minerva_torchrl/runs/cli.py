@@ -1,29 +1,67 @@
-"""What the example scripts call."""
+"""The command line of training and evaluation, for ``__main__`` and the example scripts."""
 
 from __future__ import annotations
 
+import argparse
 import os
 import shlex
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import hydra
 from hydra.core.hydra_config import HydraConfig
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
+from minerva_torchrl.algorithms import ALGORITHMS
 from minerva_torchrl.runs.checkpoints import CheckpointError, open_checkpoint
-from minerva_torchrl.runs.run import Run, check_same_run, python_command
+from minerva_torchrl.runs.evaluation import evaluate
+from minerva_torchrl.runs.help import train_help
+from minerva_torchrl.runs.load import load_policy
+from minerva_torchrl.runs.run import Run, check_same_run, python_command, train_command
 from minerva_torchrl.runs.settings import (
+    check_overrides,
     default_run_dir,
     explicit_overrides,
     parse_config,
+    register_configs,
     resumed_config,
 )
 from minerva_torchrl.runs.strict import ConfigError
+from minerva_torchrl.runs.video import require_video_support, write_video
 from minerva_torchrl.trainers import NonFiniteError
 
-__all__ = ["train"]
+__all__ = ["evaluate_main", "train", "train_main"]
+
+# Training ----------------------------------------------------------------------------------------
+
+
+def train_main(
+    algo: str, arguments: Sequence[str] | None = None, *, config_dir: Path | None = None
+) -> None:
+    """Train as the command line says.
+
+    Args:
+        algo (str): name of the algorithm, for example ``"mpo"``.
+        arguments (sequence of str, optional): settings as ``name=value``, and Hydra's flags.
+            Defaults to those of the command line.
+
+    Keyword Args:
+        config_dir (Path, optional): folder with a file of settings, named after the algorithm.
+            Without it there are the defaults.
+    """
+    arguments = check_overrides(algo, sys.argv[1:] if arguments is None else arguments)
+    register_configs(algo)
+    folder = None if config_dir is None else str(config_dir.resolve())
+    name = "train" if folder is None else algo
+    if "--help" in arguments or "-h" in arguments:
+        sys.stdout.write(_help(folder, name, arguments))
+        return
+    sys.argv[1:] = arguments  # where Hydra looks for them
+    hydra.main(version_base="1.3", config_path=folder, config_name=name)(train)()
 
 
 def train(config: DictConfig) -> None:
@@ -39,8 +77,7 @@ def train(config: DictConfig) -> None:
         run = _make_run(OmegaConf.to_container(config, resolve=True))  # type: ignore[arg-type]
         summary = run.train()
     except (ConfigError, CheckpointError, OmegaConfBaseException) as error:
-        _write(*(f"error: {line}" for line in str(error).splitlines()))
-        raise SystemExit(2) from None
+        raise _failure(error) from None
     except NonFiniteError as error:
         _write(f"error: {error}", f"The last good checkpoint: {run.run_dir / 'checkpoints/last'}")
         raise SystemExit(1) from None
@@ -50,6 +87,19 @@ def train(config: DictConfig) -> None:
         _write(f"Saved at {run.saved_frames:,} frames. Go on with:", f"  {run.resume_command()}")
         raise SystemExit(0)  # a sweep ends here, too
     _write(*_last_lines(run, summary))
+
+
+def _help(folder: str | None, name: str, arguments: Sequence[str]) -> str:
+    """The help, with the settings that the command line gives."""
+    overrides = [argument for argument in arguments if not argument.startswith("-")]
+    initialize: Any = hydra.initialize if folder is None else hydra.initialize_config_dir
+    try:
+        with initialize(folder, version_base="1.3"):
+            settings: Any = OmegaConf.to_container(hydra.compose(name, overrides), resolve=True)
+        config = parse_config(settings["algo"], settings)
+    except (ConfigError, HydraException, OmegaConfBaseException) as error:
+        raise _failure(error) from None
+    return train_help(config, train_command(config.algo))
 
 
 def _make_run(settings: dict[str, Any]) -> Run:
@@ -81,16 +131,90 @@ def _last_lines(run: Run, summary: dict[str, Any]) -> list[str]:
     folder, more = run.run_dir, 2 * run.config.total_frames
     returns = [summary["final_return"], summary["best_return"]]
     final, best = ("unknown" if value is None else f"{value:.1f}" for value in returns)
-    script, quoted = f"{python_command()} {shlex.quote(sys.argv[0])}", shlex.quote(str(folder))
-    return [
+    lines = [
         f"{summary['algo']} {summary['env']}: {summary['frames']:,} frames in "
         f"{summary['wall_seconds']:.0f} s, final evaluation {final}, best {best}",
         "",
         f"  curve       {folder / 'curve.png'}",
-        f"  watch       {python_command()} examples/evaluate.py {quoted} --episodes 10",
         f"  go on       {run.resume_command()} total_frames={more}",
-        f"  other task  {script} env.name=walker-walk total_frames=100_000",
+        f"  other task  {train_command(run.config.algo)} env.name=walker-walk total_frames=100_000",
     ]
+    if ALGORITHMS[run.config.algo].__module__.startswith("minerva_torchrl."):
+        # Other algorithms are known to the programs that register them only.
+        evaluation = f"{python_command()} -m minerva_torchrl evaluate {shlex.quote(str(folder))}"
+        lines.append(f"  watch       {evaluation} --episodes 10")
+    return lines
+
+
+# Evaluation --------------------------------------------------------------------------------------
+
+
+def evaluate_main(arguments: Sequence[str] | None = None, *, prog: str | None = None) -> None:
+    """Evaluate the policy of a run as the command line says.
+
+    Args:
+        arguments (sequence of str, optional): defaults to those of the command line.
+
+    Keyword Args:
+        prog (str, optional): how the help calls the program.
+    """
+    args = _evaluation_arguments(arguments, prog)
+    try:
+        _evaluate(args)
+    except (CheckpointError, ConfigError, ImportError) as error:
+        _write(f"error: {error}")
+        raise SystemExit(1) from None
+
+
+def _evaluation_arguments(arguments: Sequence[str] | None, prog: str | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog=prog,
+        description="Evaluate the policy of a run, and make a video of it.",
+        epilog="Videos need OpenGL: without a display, set MUJOCO_GL=egl (or osmesa).",
+    )
+    parser.add_argument("run", metavar="RUN", help="folder of a run, or of one of its checkpoints")
+    parser.add_argument("--episodes", type=int, default=10, help="number of episodes (10)")
+    parser.add_argument("--checkpoint", choices=("last", "best"), default="last")
+    parser.add_argument("--seed", type=int, help="seed (default: that of the run's evaluations)")
+    parser.add_argument("--video", metavar="FILE", help="write the first episode to an mp4 file")
+    args = parser.parse_args(arguments)
+    if args.episodes < 1:
+        parser.error(f"--episodes must be at least 1, got {args.episodes}")
+    if args.seed is not None and not 0 <= args.seed < 2**32:
+        parser.error(f"--seed must be between 0 and 2**32 - 1, got {args.seed}")
+    if args.video and not args.video.endswith(".mp4"):
+        parser.error(f"--video must end in .mp4, got {args.video}")
+    return args
+
+
+def _evaluate(args: argparse.Namespace) -> None:
+    if args.video:
+        require_video_support()
+    policy = load_policy(args.run, name=args.checkpoint)
+    env = policy.make_env(episodes=args.episodes, seed=args.seed, video=bool(args.video))
+    pictures: list[Any] = []
+    render = (lambda: pictures.append(env.base_env.render())) if args.video else None
+    seed = policy.evaluation_seed if args.seed is None else args.seed
+    result = evaluate(env, policy.actor, seed=seed, on_step=render)
+    config, frames = policy.config, policy.checkpoint.frames
+    lines = [f"{config.algo} {config.env.name} at {frames:,} frames"]
+    for i, (score, length) in enumerate(zip(result.returns, result.lengths, strict=True), 1):
+        lines.append(f"  episode {i:<3} return {score:9.2f}   length {length}")
+    row = result.row()
+    lines.append(
+        f"return {row['return_mean']:.2f} ± {row['return_std']:.2f}   "
+        f"min {row['return_min']:.2f}   max {row['return_max']:.2f}"
+    )
+    if args.video:
+        write_video(args.video, pictures, fps=30)
+        lines.append(f"video: {args.video}")
+    sys.stdout.write("".join(f"{line}\n" for line in lines))
+
+
+def _failure(error: Exception) -> SystemExit:
+    """Say what is wrong, one line each, and what to end the program with."""
+    _write(*(f"error: {line}" for line in str(error).splitlines()))
+    return SystemExit(2)
 
 
 def _write(*lines: str) -> None:

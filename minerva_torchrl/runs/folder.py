@@ -12,8 +12,8 @@ from typing import Any
 from filelock import FileLock, Timeout
 from omegaconf import OmegaConf
 
+from minerva_torchrl.algorithms import RunConfig
 from minerva_torchrl.runs.checkpoints import CheckpointError, CheckpointStore
-from minerva_torchrl.runs.config import RunConfig
 from minerva_torchrl.runs.curve import draw_curve
 from minerva_torchrl.runs.files import replace_file
 from minerva_torchrl.runs.settings import hydra_text

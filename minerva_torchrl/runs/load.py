@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from tensordict.nn import ProbabilisticTensorDictSequential
 from torchrl.envs import TransformedEnv
 
+from minerva_torchrl.algorithms import RunConfig
 from minerva_torchrl.runs.assemble import (
     evaluation_seed,
     make_actor_and_loss,
@@ -19,7 +20,6 @@ from minerva_torchrl.runs.assemble import (
     make_training_env,
 )
 from minerva_torchrl.runs.checkpoints import Checkpoint, CheckpointError, open_checkpoint
-from minerva_torchrl.runs.config import RunConfig
 from minerva_torchrl.runs.policy import DeployedPolicy
 from minerva_torchrl.runs.settings import load_config
 from minerva_torchrl.runs.snapshot import restore_model

@@ -10,7 +10,7 @@ from typing import Any
 
 from torchrl.record.loggers import Logger, TensorboardLogger, WandbLogger
 
-from minerva_torchrl.runs.config import LoggerConfig
+from minerva_torchrl.algorithms.config import LoggerConfig
 from minerva_torchrl.runs.files import replace_file
 from minerva_torchrl.runs.strict import ConfigError
 

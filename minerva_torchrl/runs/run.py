@@ -12,11 +12,11 @@ from typing import Any, TextIO
 
 import torch
 
+from minerva_torchrl.algorithms import RunConfig
 from minerva_torchrl.runs import snapshot
 from minerva_torchrl.runs.assemble import assemble, make_evaluation_env, resolve_device
 from minerva_torchrl.runs.callbacks import Callback
 from minerva_torchrl.runs.checkpoints import Checkpoint, CheckpointError
-from minerva_torchrl.runs.config import RunConfig
 from minerva_torchrl.runs.folder import RunFolder, check_folder, plain_settings, resume_argument
 from minerva_torchrl.runs.loggers import check_backend, close_logger, make_logger
 from minerva_torchrl.runs.loop import TrainingLoop
@@ -25,7 +25,7 @@ from minerva_torchrl.runs.signals import StopOnSignals
 from minerva_torchrl.runs.strict import ConfigError
 from minerva_torchrl.runs.video import require_video_support
 
-__all__ = ["Run", "check_same_run", "python_command"]
+__all__ = ["Run", "check_same_run", "python_command", "train_command"]
 
 
 class Run:
@@ -177,8 +177,8 @@ class Run:
 
     def resume_command(self) -> str:
         """What to type to go on with this run."""
-        script, argument = shlex.quote(sys.argv[0]), shlex.quote(resume_argument(self.run_dir))
-        return f"{python_command()} {script} {argument}"
+        argument = shlex.quote(resume_argument(self.run_dir))
+        return f"{train_command(self.config.algo)} {argument}"
 
     def _check_rendering(self) -> None:
         self.eval_env.reset()
@@ -204,6 +204,14 @@ def python_command() -> str:
     here = Path(sys.executable)
     below = here.is_relative_to(Path.cwd())
     return shlex.quote(str(here.relative_to(Path.cwd()))) if below else "python"
+
+
+def train_command(algo: str) -> str:
+    """What to type to train, in the way that this program was started: by a script or not."""
+    script = sys.argv[0]
+    if script.endswith(".py") and not script.endswith("__main__.py"):
+        return f"{python_command()} {shlex.quote(script)}"
+    return f"{python_command()} -m minerva_torchrl train {algo}"
 
 
 def check_same_run(config: RunConfig, checkpoint: Checkpoint) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
@@ -17,9 +18,8 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from minerva_torchrl.presets import PRESETS
+from minerva_torchrl.algorithms import ALGORITHMS, RunConfig
 from minerva_torchrl.runs.checkpoints import CheckpointError
-from minerva_torchrl.runs.config import CONFIGS, RunConfig
 from minerva_torchrl.runs.strict import ConfigError, parse, unknown_setting
 
 __all__ = [
@@ -45,7 +45,7 @@ def parse_config(algo: str, settings: Mapping[str, Any]) -> RunConfig:
     """Settings of an algorithm from plain data; what is not there has its default.
 
     Args:
-        algo (str): ``"mpo"``, ``"vmpo"`` or ``"ppo"``.
+        algo (str): name of the algorithm, for example ``"mpo"``.
         settings (mapping): with sections as mappings. ``"preset"`` names a preset that the others
             change.
 
@@ -57,15 +57,20 @@ def parse_config(algo: str, settings: Mapping[str, Any]) -> RunConfig:
         ...
         minerva_torchrl.runs.strict.ConfigError: there is no setting 'optim.lr'. ...
     """
-    if algo not in CONFIGS:
-        raise ConfigError([f"algo must be one of {', '.join(CONFIGS)}, got {algo!r}."])
+    if algo not in ALGORITHMS:
+        raise ConfigError([f"algo must be one of {', '.join(ALGORITHMS)}, got {algo!r}."])
+    algorithm = ALGORITHMS[algo]
     preset = settings.get("preset", "default")
-    if not isinstance(preset, str) or preset not in PRESETS[algo]:
-        raise ConfigError(
-            [f"preset must be one of {', '.join(PRESETS[algo])} for {algo}, got {preset!r}."]
-        )
-    merged = _merge(PRESETS[algo][preset].settings(), settings)
-    config = parse(CONFIGS[algo], merged)
+    if not isinstance(preset, str) or preset not in algorithm.presets:
+        allowed = ", ".join(algorithm.presets)
+        raise ConfigError([f"preset must be one of {allowed} for {algo}, got {preset!r}."])
+    merged = _merge(algorithm.presets[preset].settings(), settings)
+    for old, new in algorithm.renamed.items():
+        section, _, name = old.rpartition(".")
+        if name in _section(merged, section):
+            warnings.warn(_is_now(old, new), FutureWarning, stacklevel=2)
+            _set(merged, new, _section(merged, section).pop(name))
+    config = parse(algorithm.config_class, merged)
     problems = list(config.problems())
     if problems:
         raise ConfigError(problems)
@@ -79,7 +84,10 @@ def load_config(run_dir: Path) -> RunConfig:
         raise CheckpointError(f"there is no run in {run_dir}: no such folder.")
     try:
         settings: Any = OmegaConf.to_container(OmegaConf.load(file))
-        return parse_config(settings["algo"], settings)
+        algo = settings["algo"]
+        for name, value in ALGORITHMS[algo].earlier.items() if algo in ALGORITHMS else ():
+            settings = _merge(_set({}, name, value), settings)
+        return parse_config(algo, settings)
     except FileNotFoundError:
         raise CheckpointError(f"there is no run in {run_dir}: it has no config.yaml.") from None
     except ConfigError as error:
@@ -104,10 +112,7 @@ def resumed_config(run_dir: Path, overrides: Mapping[str, Any]) -> RunConfig:
     config = load_config(run_dir)
     settings = asdict(config)
     for name, value in overrides.items():
-        section, names = settings, name.split(".")
-        for part in names[:-1]:
-            section = section[part]
-        section[names[-1]] = value
+        _set(settings, name, value)
     return parse_config(config.algo, settings)
 
 
@@ -143,32 +148,55 @@ def default_run_dir(config: RunConfig) -> Path:
 def register_configs(algo: str) -> None:
     """Tell Hydra the settings of an algorithm and its presets.
 
-    They become the node ``defaults`` and the group ``preset``. What Hydra puts together is plain
-    data, which :func:`parse_config` checks.
+    They become the node ``defaults`` and the group ``preset``. The node ``train`` is both, without
+    the files that Hydra would write: it is what a configuration file starts from. What Hydra puts
+    together is plain data, which :func:`parse_config` checks.
 
     Args:
-        algo (str): ``"mpo"``, ``"vmpo"`` or ``"ppo"``.
+        algo (str): name of the algorithm, for example ``"mpo"``.
     """
     store = ConfigStore.instance()
     store.repo.pop("preset", None)  # of another algorithm
-    store.store(name="defaults", node=asdict(CONFIGS[algo]()))
-    for name, preset in PRESETS[algo].items():
+    store.store(name="defaults", node=asdict(ALGORITHMS[algo].config_class()))
+    for name, preset in ALGORITHMS[algo].presets.items():
         node = {"preset": name, **preset.settings()}
         store.store(group="preset", name=name, node=node, package="_global_")
+    store.store(name="train", node=_HYDRA)
 
 
-def check_overrides(algo: str, arguments: Sequence[str] | None = None) -> None:
+# Runs make folders of their own, and what Hydra would add to the present one is not needed.
+_HYDRA = {
+    "defaults": [
+        "defaults",
+        {"preset": "default"},
+        "_self_",
+        {"override hydra/job_logging": "none"},
+        {"override hydra/hydra_logging": "none"},
+    ],
+    "hydra": {
+        "output_subdir": None,
+        "run": {"dir": "."},
+        "sweep": {"dir": "/tmp/minerva_torchrl-${oc.env:USER,user}", "subdir": "."},
+    },
+}
+
+
+def check_overrides(algo: str, arguments: Sequence[str] | None = None) -> list[str]:
     """End the program with a message if the command line names a setting that does not exist.
 
-    Hydra would do the same without saying what is allowed.
+    Hydra would do the same without saying what is allowed. Old names of settings are replaced by
+    the new ones, with a warning.
 
     Args:
-        algo (str): ``"mpo"``, ``"vmpo"`` or ``"ppo"``.
-        arguments (sequence of str, optional): defaults to ``sys.argv[1:]``.
+        algo (str): name of the algorithm, for example ``"mpo"``.
+        arguments (sequence of str, optional): defaults to ``sys.argv[1:]``, which then is changed.
+
+    Returns:
+        The arguments, with new names.
     """
-    arguments = sys.argv[1:] if arguments is None else arguments
-    problems = []
-    for argument in arguments:
+    checked = list(sys.argv[1:] if arguments is None else arguments)
+    algorithm, problems = ALGORITHMS[algo], []
+    for index, argument in enumerate(checked):
         if argument.startswith("-") or "=" not in argument:
             continue
         try:
@@ -176,15 +204,21 @@ def check_overrides(algo: str, arguments: Sequence[str] | None = None) -> None:
         except HydraException:
             continue  # Hydra says what is wrong with it
         name = override.key_or_group
-        if name == "preset" and str(override.value()) not in PRESETS[algo]:
+        if name in algorithm.renamed:
+            sys.stderr.write(f"warning: {_is_now(name, algorithm.renamed[name])}\n")
+            checked[index] = argument.replace(name, algorithm.renamed[name], 1)
+        elif name == "preset" and str(override.value()) not in algorithm.presets:
             if not override.is_sweep_override():
-                allowed = ", ".join(PRESETS[algo])
+                allowed = ", ".join(algorithm.presets)
                 problems.append(f"preset must be one of {allowed}, got {override.value()!r}.")
         elif name.split(".")[0] != "hydra":
-            problems += filter(None, [unknown_setting(CONFIGS[algo], name)])
+            problems += filter(None, [unknown_setting(algorithm.config_class, name)])
     if problems:
         sys.stderr.write("".join(f"error: {problem}\n" for problem in problems))
         raise SystemExit(2)
+    if arguments is None:
+        sys.argv[1:] = checked
+    return checked
 
 
 def hydra_text(text: str) -> str:
@@ -210,8 +244,26 @@ def explicit_overrides(arguments: Sequence[str]) -> dict[str, Any]:
 def _merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for name, value in changes.items():
-        if isinstance(value, Mapping) and isinstance(merged.get(name), Mapping):
-            merged[name] = _merge(merged[name], value)
+        if isinstance(value, Mapping):
+            section = merged.get(name)
+            merged[name] = _merge(section if isinstance(section, Mapping) else {}, value)
         else:
             merged[name] = value
     return merged
+
+
+def _section(settings: Any, name: str) -> dict[str, Any]:
+    """A section by its dotted name; an empty one if there is none, or something else."""
+    for part in filter(None, name.split(".")):
+        settings = settings.setdefault(part, {})
+    return settings if isinstance(settings, dict) else {}
+
+
+def _set(settings: dict[str, Any], name: str, value: Any) -> dict[str, Any]:
+    section, _, last = name.rpartition(".")
+    _section(settings, section)[last] = value
+    return settings
+
+
+def _is_now(old: str, new: str) -> str:
+    return f"the setting {old} is now called {new}."

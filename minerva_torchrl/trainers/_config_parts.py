@@ -1,9 +1,12 @@
-"""Nodes for what TorchRL has no working node for."""
+"""Nodes made of signatures, and nodes for what TorchRL has no working node for."""
 
 from __future__ import annotations
 
+import re
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from inspect import Parameter, signature
+from typing import Any, TypeVar
 
 from omegaconf import MISSING
 from tensordict.nn import NormalParamExtractor, TensorDictModule
@@ -15,24 +18,73 @@ from torchrl.trainers.algorithms.configs.common import _normalize_hydra_key, _no
 from torchrl.trainers.algorithms.configs.data import SamplerConfig
 from torchrl.trainers.algorithms.configs.envs_libs import EnvLibsConfig
 
+from minerva_torchrl.envs import make_env
+
 __all__ = [
     "IndependentNormalModelConfig",
     "MinervaEnvConfig",
     "RetraceSliceSamplerConfig",
     "complete",
+    "fields_from",
 ]
 
 
-def complete(name: str, node: Any, kind: type, **missing: Any) -> Any:
-    """An object as it is, or what a partial node makes of what it lacks."""
-    if callable(node) and not isinstance(node, kind):
-        node = node(**missing)
-    if not isinstance(node, kind):
+T = TypeVar("T")
+
+
+def fields_from(
+    *functions: Callable[..., Any], leave_out: Iterable[str] = ()
+) -> Callable[[type[T]], type[T]]:
+    """Make a node of a class: the arguments of functions become fields, with their defaults.
+
+    Of arguments with the same name the last one counts, and the class's own fields before them.
+    What Hydra can't express, such as a choice between texts, has the type ``Any``: the function
+    checks it.
+
+    Args:
+        *functions (callable): what the node's fields are handed on to.
+
+    Keyword Args:
+        leave_out (iterable of str): arguments that are no fields.
+
+    Examples:
+        >>> def scale(reward: float, factor: float = 2.0, shift: float = 0.0): ...
+        >>> @fields_from(scale, leave_out=["reward"])
+        ... class ScaleConfig:
+        ...     _target_: str = "somewhere.scale"
+        >>> ScaleConfig(shift=0.5)
+        ScaleConfig(factor=2.0, shift=0.5, _target_='somewhere.scale')
+    """
+
+    def make_node(kind: type[T]) -> type[T]:
+        own, types = kind.__annotations__, {}
+        for function in functions:
+            for name, parameter in signature(function).parameters.items():
+                if parameter.kind is Parameter.VAR_KEYWORD or name in {"self", *own, *leave_out}:
+                    continue
+                written = str(getattr(parameter.annotation, "__name__", parameter.annotation))
+                types[name] = written if _EXPRESSIBLE.fullmatch(written) else Any
+                required = parameter.default is Parameter.empty
+                setattr(kind, name, MISSING if required else parameter.default)
+        kind.__annotations__ = {**types, **own}
+        return dataclass(kind)
+
+    return make_node
+
+
+_EXPRESSIBLE = re.compile(r"(int|float|str|bool)( \| None)?")
+
+
+def complete(name: str, part: Any, kind: type, **missing: Any) -> Any:
+    """A part of a trainer; a partial node becomes one when it is called with what is missing."""
+    if callable(part) and not isinstance(part, kind):
+        part = part(**missing)
+    if not isinstance(part, kind):
         raise TypeError(
             f"{name} must be of type {kind.__name__}, or a partial node that makes one, "
-            f"got {type(node).__name__}."
+            f"got {type(part).__name__}."
         )
-    return node
+    return part
 
 
 @dataclass
@@ -104,9 +156,9 @@ def _make_retrace_slice_sampler(*, traj_key: Any, **kwargs: Any) -> SliceSampler
     return SliceSampler(traj_key=_normalize_hydra_key(traj_key), **kwargs)
 
 
-@dataclass
+@fields_from(make_env)
 class MinervaEnvConfig(EnvLibsConfig):
-    """Node ``env/minerva`` for :func:`~minerva_torchrl.make_env`.
+    """Node ``env/minerva``: the arguments of :func:`~minerva_torchrl.make_env`.
 
     Examples:
         >>> from hydra.utils import instantiate
@@ -114,13 +166,4 @@ class MinervaEnvConfig(EnvLibsConfig):
         torch.Size([4])
     """
 
-    name: str = MISSING
-    num_envs: int | None = None
-    num_workers: int = 0
-    seed: int | None = None
-    frame_skip: int = 1
-    max_episode_steps: int | None = None
-    staggered: bool = False
-    observation_norm: Any = False
-    device: Any = None
     _target_: str = "minerva_torchrl.envs.make_env"

@@ -73,9 +73,8 @@ for networks that are the same each time.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from inspect import signature
-from typing import Any, TypeVar
+from typing import Any
 
 from hydra.core.config_store import ConfigStore
 from omegaconf import MISSING
@@ -87,6 +86,7 @@ from torchrl.envs.utils import RandomPolicy
 from torchrl.objectives import ValueEstimators
 from torchrl.objectives.common import LossModule
 from torchrl.objectives.utils import TargetNetUpdater
+from torchrl.trainers import Trainer
 from torchrl.trainers.algorithms.configs import LossConfig, TrainerConfig
 from torchrl.trainers.algorithms.configs.trainers import _register_trainer_hooks
 
@@ -98,6 +98,7 @@ from minerva_torchrl.trainers._config_parts import (
     MinervaEnvConfig,
     RetraceSliceSamplerConfig,
     complete,
+    fields_from,
 )
 from minerva_torchrl.trainers.hooks import weights_to_collector
 from minerva_torchrl.trainers.mpo import MPOOptimizationStepper, MPOTrainer
@@ -117,13 +118,13 @@ __all__ = [
 # Losses ------------------------------------------------------------------------------------------
 
 
-@dataclass
+@fields_from(MPOLoss)
 class MPOLossConfig(LossConfig):
     """Node ``loss/mpo`` for :class:`~minerva_torchrl.MPOLoss`.
 
-    Every keyword argument of the loss is a field. Three more say how the critic's target is made:
-    ``value_estimator`` (``"td0"``, ``"td1"``, ``"td_lambda"`` or ``"retrace"``), ``gamma``, and
-    ``lmbda`` for the last two.
+    Every argument of the loss is a field, with its default. Three more say how the critic's target
+    is made: ``value_estimator`` (``"td0"``, ``"td1"``, ``"td_lambda"`` or ``"retrace"``),
+    ``gamma``, and ``lmbda`` for the last two.
 
     With ``_partial_: true`` the networks are left to the trainer.
 
@@ -146,32 +147,6 @@ class MPOLossConfig(LossConfig):
 
     actor_network: Any = None
     qvalue_network: Any = None
-    num_qvalue_nets: int = 1
-    qvalue_reduction: str = "min"
-    num_action_samples: int = 20
-    num_value_samples: int | None = None
-    epsilon: float = 0.1
-    epsilon_mean: float = 2.5e-3
-    epsilon_stddev: float = 1e-6
-    per_dim_constraining: bool = True
-    action_penalization: bool | None = None
-    epsilon_penalty: float = 1e-3
-    init_temperature: float = 1.0
-    init_alpha_mean: float = 1.0
-    init_alpha_stddev: float = 1000.0
-    init_penalty_temperature: float = 1.0
-    temperature_update: str = "gradient"
-    policy_states: str = "next"
-    sequence_steps: str = "all"
-    loss_function: str = "l2"
-    action_spec: Any = None
-    delay_actor: bool = True
-    delay_qvalue: bool = True
-    skip_done_states: bool = False
-    reduction: str | None = None
-    deactivate_vmap: bool = False
-    use_prioritized_weights: str | bool = "auto"
-    scalar_output_mode: str | None = None
     value_estimator: str = "td0"
     gamma: float = 0.99
     lmbda: float = 0.95
@@ -179,15 +154,15 @@ class MPOLossConfig(LossConfig):
 
 
 def _make_mpo_loss(*, value_estimator: str, gamma: float, lmbda: float, **kwargs: Any) -> MPOLoss:
-    estimator = _estimator(value_estimator, ("td0", "td1", "td_lambda", "retrace"), gamma, lmbda)
-    return MPOLoss(**kwargs).make_value_estimator(**estimator)
+    check_choice("value_estimator", value_estimator, ("td0", "td1", "td_lambda", "retrace"))
+    return MPOLoss(**kwargs).make_value_estimator(**_estimator(value_estimator, gamma, lmbda))
 
 
-@dataclass
+@fields_from(VMPOLoss)
 class VMPOLossConfig(LossConfig):
     """Node ``loss/vmpo`` for :class:`~minerva_torchrl.VMPOLoss`.
 
-    Every keyword argument of the loss is a field. Three more say how advantages are made:
+    Every argument of the loss is a field, with its default. Three more say how advantages are made:
     ``value_estimator`` (``"gae"``, ``"td0"``, ``"td1"`` or ``"td_lambda"``), ``gamma``, and
     ``lmbda`` for the first and the last.
 
@@ -203,27 +178,6 @@ class VMPOLossConfig(LossConfig):
 
     actor_network: Any = None
     critic_network: Any = None
-    top_k_fraction: float = 0.5
-    epsilon_eta: float = 0.1
-    epsilon_mean: float | None = None
-    epsilon_stddev: float | None = None
-    epsilon_policy: float | None = None
-    per_dim_constraining: bool = False
-    init_temperature: float = 1.0
-    init_alpha_mean: float | None = None
-    init_alpha_stddev: float | None = None
-    init_alpha_policy: float | None = None
-    temperature_update: str = "solve"
-    kl_samples: str = "all"
-    old_policy: str = "stored"
-    normalize_advantage: bool = True
-    critic_coeff: float = 0.5
-    loss_critic_type: str = "l2"
-    clip_value: float | None = None
-    separate_losses: bool = False
-    action_spec: Any = None
-    reduction: str | None = None
-    scalar_output_mode: str | None = None
     value_estimator: str = "gae"
     gamma: float = 0.99
     lmbda: float = 0.95
@@ -231,8 +185,8 @@ class VMPOLossConfig(LossConfig):
 
 
 def _make_vmpo_loss(*, value_estimator: str, gamma: float, lmbda: float, **kwargs: Any) -> VMPOLoss:
-    estimator = _estimator(value_estimator, ("gae", "td0", "td1", "td_lambda"), gamma, lmbda)
-    return VMPOLoss(**kwargs).make_value_estimator(**estimator)
+    check_choice("value_estimator", value_estimator, ("gae", "td0", "td1", "td_lambda"))
+    return VMPOLoss(**kwargs).make_value_estimator(**_estimator(value_estimator, gamma, lmbda))
 
 
 _ESTIMATORS = {
@@ -244,48 +198,31 @@ _ESTIMATORS = {
 }
 
 
-def _estimator(name: str, choices: tuple[str, ...], gamma: float, lmbda: float) -> dict[str, Any]:
+def _estimator(name: str, gamma: float, lmbda: float) -> dict[str, Any]:
     """Arguments of ``make_value_estimator``."""
-    check_choice("value_estimator", name, choices)
     arguments = {"value_type": _ESTIMATORS[name], "gamma": gamma}
     return arguments if name in ("td0", "td1") else {**arguments, "lmbda": lmbda}
 
 
 # Trainers ----------------------------------------------------------------------------------------
 
-
-@dataclass
-class _AnyTrainerConfig(TrainerConfig):
-    """Fields that both trainers hand on to TorchRL's :class:`~torchrl.trainers.Trainer`."""
-
-    collector: Any = MISSING
-    total_frames: int = MISSING
-    loss_module: Any = MISSING
-    actor_network: Any = None
-    max_skipped: int = 10
-    frame_skip: int = 1
-    device: Any = None
-    num_epochs: int = 1
-    logger: Any = None
-    progress_bar: bool = True
-    seed: int | None = None
-    log_interval: int = 10000
-    log_timings: bool = False
-    auto_log_optim_steps: bool = True
-    save_trainer_file: Any = None
-    save_trainer_interval: int = 10000
-    checkpoint: Any = None
-    checkpoint_rotation: Any = None
-    checkpoint_metadata: Any = None
-    hooks: list[Any] | None = None
+_NOT_FOR_NODES = (
+    # Done by the optimisation stepper.
+    *("optimizer", "optimization_stepper", "clip_grad_norm", "clip_norm"),
+    # For learners that the steppers refuse, and for collectors that write to the buffer themselves.
+    *("learner_backend", "learner_backend_options", "learner_poll_interval"),
+    *("batch_size", "async_collection"),
+)
+# V-MPO is on-policy, and takes its policy steps inside one step.
+_OFF_POLICY = ("replay_buffer", "optim_steps_per_batch")
 
 
-@dataclass
-class MPOTrainerConfig(_AnyTrainerConfig):
+@fields_from(Trainer.__init__, MPOTrainer, MPOOptimizationStepper, leave_out=_NOT_FOR_NODES)
+class MPOTrainerConfig(TrainerConfig):
     """Node ``trainer/mpo`` for :class:`~minerva_torchrl.MPOTrainer`.
 
-    The keyword arguments of the trainer and those of
-    :class:`~minerva_torchrl.MPOOptimizationStepper` are fields. Optimisers and
+    The arguments of the trainer, of TorchRL's :class:`~torchrl.trainers.Trainer` and of
+    :class:`~minerva_torchrl.MPOOptimizationStepper` are fields, with their defaults. Optimisers and
     ``target_net_updater`` are TorchRL's nodes, which are partial: they are given the loss and its
     parameters. If ``collector`` and ``loss_module`` have ``_partial_: true`` too, the collector
     acts with ``actor_network``, and the loss is given the networks and, unless it has one, the
@@ -300,22 +237,9 @@ class MPOTrainerConfig(_AnyTrainerConfig):
         (5, 'simultaneous')
     """
 
-    replay_buffer: Any = MISSING
-    target_net_updater: Any = MISSING
-    optim_steps_per_batch: int = MISSING
-    optimizer_critic: Any = MISSING
-    optimizer_actor: Any = MISSING
-    optimizer_dual: Any = MISSING
+    actor_network: Any = None
     qvalue_network: Any = None
-    warmup_frames: int = 0
-    n_steps: int = 1
-    gamma: float = 0.99
-    sequence_length: int = 1
-    num_policy_steps: int = 1
-    dual_order: str = "simultaneous"
-    clip_critic: float | None = 40.0
-    clip_actor: float | None = 40.0
-    clip_dual: float | None = None
+    hooks: list[Any] | None = None
     _target_: str = "minerva_torchrl.trainers.configs._make_mpo_trainer"
 
 
@@ -329,8 +253,13 @@ def _make_mpo_trainer(**fields: Any) -> MPOTrainer:
     return _make_trainer(MPOTrainer, MPOOptimizationStepper, parameters, fields)
 
 
-@dataclass
-class VMPOTrainerConfig(_AnyTrainerConfig):
+@fields_from(
+    Trainer.__init__,
+    VMPOTrainer,
+    VMPOOptimizationStepper,
+    leave_out=(*_NOT_FOR_NODES, *_OFF_POLICY),
+)
+class VMPOTrainerConfig(TrainerConfig):
     """Node ``trainer/vmpo`` for :class:`~minerva_torchrl.VMPOTrainer`.
 
     As :class:`MPOTrainerConfig`, with ``critic_network`` and the arguments of
@@ -347,16 +276,10 @@ class VMPOTrainerConfig(_AnyTrainerConfig):
         (1.0, 'gae')
     """
 
-    optimizer: Any = MISSING
-    optimizer_alpha: Any = MISSING
-    optimizer_temperature: Any = None
+    optimizer: Any = MISSING  # the stepper's, not TorchRL's
+    actor_network: Any = None
     critic_network: Any = None
-    target_net_updater: Any = None
-    lr_scheduler: Any = None
-    num_policy_steps: int = 1
-    minibatch_size: int | None = None
-    lr_scaling: str | None = None
-    clip: float | None = 1.0
+    hooks: list[Any] | None = None
     _target_: str = "minerva_torchrl.trainers.configs._make_vmpo_trainer"
 
 
@@ -370,9 +293,6 @@ def _make_vmpo_trainer(**fields: Any) -> VMPOTrainer:
     if fields["optimizer_temperature"] is not None:
         parameters["optimizer_temperature"] = [loss.temperature.raw]
     return _make_trainer(VMPOTrainer, VMPOOptimizationStepper, parameters, fields)
-
-
-_AnyTrainer = TypeVar("_AnyTrainer", MPOTrainer, VMPOTrainer)
 
 
 def _complete_collector_and_loss(fields: dict[str, Any], network_names: tuple[str, ...]) -> Any:
@@ -403,24 +323,19 @@ def _complete_collector_and_loss(fields: dict[str, Any], network_names: tuple[st
 
 
 def _make_trainer(
-    trainer_class: type[_AnyTrainer],
-    stepper_class: type,
-    parameters: dict[str, Any],
-    fields: dict[str, Any],
-) -> _AnyTrainer:
+    trainer_class: Any, stepper_class: Any, parameters: dict[str, Any], fields: dict[str, Any]
+) -> Any:
     """Complete target updater and optimisers, and make the stepper and the trainer of them."""
-    hooks, updater = fields.pop("hooks"), fields["target_net_updater"]
-    if updater is not None:
-        fields["target_net_updater"] = complete(
-            "target_net_updater", updater, TargetNetUpdater, loss_module=fields["loss_module"]
-        )
+    hooks = fields.pop("hooks")
     for name, params in parameters.items():
         fields[name] = complete(name, fields[name], Optimizer, params=params)
-    scheduler = fields.get("lr_scheduler")
-    if scheduler is not None:
-        fields["lr_scheduler"] = complete(
-            "lr_scheduler", scheduler, LRScheduler, optimizer=fields["optimizer"]
-        )
+    optional = (
+        ("target_net_updater", TargetNetUpdater, {"loss_module": fields["loss_module"]}),
+        ("lr_scheduler", LRScheduler, {"optimizer": fields.get("optimizer")}),
+    )
+    for name, kind, missing in optional:
+        if fields.get(name) is not None:
+            fields[name] = complete(name, fields[name], kind, **missing)
     of_stepper = {name: fields.pop(name) for name in signature(stepper_class).parameters}
     trainer = trainer_class(optimization_stepper=stepper_class(**of_stepper), **fields)
     # Nodes make an object for every place that they are used in, so that the policy of a collector
@@ -433,16 +348,17 @@ def _make_trainer(
 def register() -> None:
     """Add the nodes of this module to Hydra's ``ConfigStore``; importing it does so already."""
     store = ConfigStore.instance()
-    nodes: list[tuple[str, str, type]] = [
-        ("loss", "mpo", MPOLossConfig),
-        ("loss", "vmpo", VMPOLossConfig),
-        ("trainer", "mpo", MPOTrainerConfig),
-        ("trainer", "vmpo", VMPOTrainerConfig),
-        ("model", "independent_normal", IndependentNormalModelConfig),
-        ("sampler", "retrace_slice", RetraceSliceSamplerConfig),
-        ("env", "minerva", MinervaEnvConfig),
-    ]
-    for group, name, node in nodes:
+    nodes = {
+        "loss/mpo": MPOLossConfig,
+        "loss/vmpo": VMPOLossConfig,
+        "trainer/mpo": MPOTrainerConfig,
+        "trainer/vmpo": VMPOTrainerConfig,
+        "model/independent_normal": IndependentNormalModelConfig,
+        "sampler/retrace_slice": RetraceSliceSamplerConfig,
+        "env/minerva": MinervaEnvConfig,
+    }
+    for path, node in nodes.items():
+        group, _, name = path.partition("/")
         store.store(group=group, name=name, node=node, provider="minerva_torchrl")
 
 

@@ -146,7 +146,9 @@ class TestMPOTarget:
             outputs = []
             for transposed in (False, True):
                 loss = Problem(td_est).loss
-                loss.policy._draw_noise = InjectedNoise(noise.transpose(1, 2) if transposed else noise)
+                loss.policy._draw_noise = InjectedNoise(
+                    noise.transpose(1, 2) if transposed else noise
+                )
                 if transposed:
                     data = data.transpose(0, 1).contiguous()
                     data.names = ["time", None]

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hydra import compose, initialize_config_dir
+from hydra import compose, initialize
 from hydra._internal.core_plugins.basic_sweeper import BasicSweeper
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -21,8 +21,6 @@ from minerva_torchrl.runs import RunConfig, load_config, parse_config, register_
 from minerva_torchrl.runs.settings import explicit_overrides
 from tests.report.synthetic import straight, write_run
 
-ROOT = Path(__file__).parents[2]
-
 
 @pytest.fixture(autouse=True)
 def _hydra() -> Iterator[None]:
@@ -32,20 +30,19 @@ def _hydra() -> Iterator[None]:
 
 
 def configs_of(command: str) -> list[RunConfig]:
-    """What the example script would train with, by Hydra and the package's own parser."""
-    python, script, *arguments = shlex.split(command.replace("\\\n", ""))
-    assert python == "python"
-    assert (ROOT / script).exists()
-    algo = script.removeprefix("examples/").removesuffix("_dmc.py")
+    """What the command would train with, by Hydra and the package's own parser."""
+    *start, algo = shlex.split(command.replace("\\\n", ""))[:5]
+    assert start == ["python", "-m", "minerva_torchrl", "train"]
+    arguments = shlex.split(command.replace("\\\n", ""))[5:]
     jobs = [arguments]
     if arguments[0] == "--multirun":
         overrides = OverridesParser.create().parse_overrides(arguments[1:])
         ((*jobs,),) = BasicSweeper.split_arguments(overrides, max_batch_size=None)
     register_configs(algo)
     configs = []
-    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+    with initialize(None, version_base="1.3"):
         for job in jobs:
-            settings: Any = OmegaConf.to_container(compose(algo, overrides=job), resolve=True)
+            settings: Any = OmegaConf.to_container(compose("train", overrides=job), resolve=True)
             configs.append(parse_config(settings["algo"], settings))
     return configs
 
@@ -63,7 +60,7 @@ def test_simple(tmp_path: Path) -> None:
     write_run(tmp_path / "run", seed=3)
     (command,) = commands_in(tmp_path)
     assert command == (
-        "python examples/mpo_dmc.py env.name=walker-walk seed=3 total_frames=100_000"
+        "python -m minerva_torchrl train mpo env.name=walker-walk seed=3 total_frames=100_000"
     )
 
 
@@ -78,8 +75,8 @@ def test_seeds_preset_and_changes(tmp_path: Path) -> None:
         )
     (command,) = commands_in(tmp_path)
     assert command == (
-        "python examples/mpo_dmc.py --multirun env.name=gym:HalfCheetah-v5 seed=0,1 preset=acme "
-        "\\\n    total_frames=100_000 optim.lr_actor=1e-3"
+        "python -m minerva_torchrl train mpo --multirun env.name=gym:HalfCheetah-v5 seed=0,1 "
+        "preset=acme \\\n    total_frames=100_000 optim.lr_actor=1e-3"
     )
 
 

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from minerva_torchrl.report import load_runs
-from minerva_torchrl.runs import Run, parse_config
-from minerva_torchrl.runs.config import VMPOConfig
+from minerva_torchrl.runs import Run, VMPOConfig, parse_config
 from tests.report.synthetic import straight, write_run
 
 

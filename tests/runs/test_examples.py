@@ -111,8 +111,8 @@ def test_the_command_to_go_on_works_for_every_folder(
     name: str, workplace: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run = train(workplace / name, "vmpo", total_frames=50)
-    _, _, *command = shlex.split(run.resume_command())
-    assert run_script("vmpo_dmc.py", *command) == 0
+    *_, argument = shlex.split(run.resume_command())
+    assert run_script("vmpo_dmc.py", argument) == 0
     assert "is complete: it has 50 frames" in capsys.readouterr().err
 
 

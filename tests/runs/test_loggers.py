@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
+from minerva_torchrl.algorithms.config import LoggerConfig
 from minerva_torchrl.runs import ConfigError
-from minerva_torchrl.runs.config import LoggerConfig
 from minerva_torchrl.runs.loggers import check_backend, make_logger
 from tests.runs.tiny import (
     arguments,

@@ -4,10 +4,10 @@ import pytest
 import torch
 from torchrl.objectives import HardUpdate, SoftUpdate
 
+from minerva_torchrl.algorithms import ALGORITHMS
 from minerva_torchrl.presets import PRESETS, mpo_preset, ppo_preset, vmpo_preset
 from minerva_torchrl.runs import parse_config
 from minerva_torchrl.runs.assemble import Assembly, assemble
-from minerva_torchrl.runs.config import CONFIGS
 
 ALL = [(algo, name) for algo, presets in PRESETS.items() for name in presets]
 
@@ -35,7 +35,7 @@ def test_has_no_problems_and_names_settings_only(algo: str, name: str) -> None:
 
 @pytest.mark.parametrize("algo", list(PRESETS))
 def test_default_is_what_the_settings_say(algo: str) -> None:
-    assert parse_config(algo, {}) == CONFIGS[algo]()
+    assert parse_config(algo, {}) == ALGORITHMS[algo].config_class()
 
 
 def test_other_settings_change_a_preset() -> None:

@@ -83,8 +83,8 @@ def test_a_run_of_another_algorithm(run_dir: Path, capsys: pytest.CaptureFixture
 
 def test_a_setting_that_may_not_change(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = content(run_dir)
-    message = "loss.epsilon_eta can't change when a run is resumed"
-    assert_refused(capsys, message, f"resume={run_dir}", "loss.epsilon_eta=0.2", "num_threads=1")
+    message = "loss.epsilon can't change when a run is resumed"
+    assert_refused(capsys, message, f"resume={run_dir}", "loss.epsilon=0.2", "num_threads=1")
     assert_refused(capsys, "preset can't change", f"resume={run_dir}", "preset=minerva-seed")
     assert content(run_dir) == before
 

@@ -9,8 +9,13 @@ import torch
 from omegaconf import OmegaConf
 
 from minerva_torchrl.presets import PRESETS
-from minerva_torchrl.runs import CheckpointError, ConfigError, load_config, parse_config
-from minerva_torchrl.runs.config import CONFIGS
+from minerva_torchrl.runs import (
+    CheckpointError,
+    ConfigError,
+    MPOConfig,
+    load_config,
+    parse_config,
+)
 from minerva_torchrl.runs.folder import plain_settings
 from minerva_torchrl.runs.run import Run
 from tests.runs.tiny import content, make_run, nested, tiny_config
@@ -31,7 +36,12 @@ from tests.runs.tiny import content, make_run, nested, tiny_config
         ("mpo", "optim.lr_acto", 1e-3, "no setting 'optim.lr_acto'. Did you mean optim.lr_actor"),
         ("mpo", "optim.xyz", 1, "no setting 'optim.xyz'. Allowed: optim.updates_per_frame, "),
         ("ppo", "replay_buffer.size", 10, "there is no setting 'replay_buffer'. "),
-        ("vmpo", "loss.epsilon", 0.1, "no setting 'loss.epsilon'. Did you mean loss.epsilon_"),
+        (
+            "vmpo",
+            "loss.epsilon_men",
+            0.1,
+            "Did you mean loss.epsilon_mean",
+        ),
         ("mpo", "env.reward_scaling", True, "there is no setting 'env.reward_scaling'. "),
         # An integer.
         ("mpo", "seed", 1.5, r"seed must be an integer, got 1.5 \(float\)"),
@@ -367,7 +377,7 @@ def test_a_gpu_where_there_is_none(tmp_path: Path) -> None:
 
 
 def test_a_run_checks_settings_that_were_not_parsed(tmp_path: Path) -> None:
-    config = CONFIGS["mpo"](total_frames=0, seed=-1)
+    config = MPOConfig(total_frames=0, seed=-1)
     with pytest.raises(ConfigError) as caught:
         Run(config, tmp_path / "run")
     assert len(caught.value.problems) == 2

@@ -1,0 +1,252 @@
+"""The settings that runs of all algorithms have. Every default and its meaning is written once.
+
+What an algorithm adds, or does differently, is in its own file.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from inspect import Parameter, signature
+from typing import Any, Literal, TypeVar
+
+__all__ = [
+    "CheckpointConfig",
+    "CollectorConfig",
+    "CompileConfig",
+    "EnvConfig",
+    "EvalConfig",
+    "LoggerConfig",
+    "LossConfig",
+    "NetworkConfig",
+    "OptimConfig",
+    "RunConfig",
+    "arguments_of",
+    "not_positive",
+]
+
+T = TypeVar("T")
+
+
+def arguments_of(function: Callable[..., Any]) -> Callable[[type[T]], type[T]]:
+    """Make a section of settings that become arguments of a function or class.
+
+    A setting without a default has that of the argument with its name, and its meaning is in the
+    function's docstring. What the section does differently, or adds, has a default of its own.
+
+    Args:
+        function (callable): has the defaults.
+
+    Examples:
+        >>> def scale(reward: float, factor: float = 2.0, shift: float = 0.0): ...
+        >>> @arguments_of(scale)
+        ... class RewardConfig:
+        ...     factor: float
+        ...     shift: float = 0.5
+        >>> RewardConfig()
+        RewardConfig(factor=2.0, shift=0.5)
+    """
+    parameters = signature(function).parameters
+
+    def make_section(kind: type[T]) -> type[T]:
+        for name in kind.__annotations__:
+            if name in vars(kind):
+                continue
+            if name not in parameters or parameters[name].default is Parameter.empty:
+                raise TypeError(
+                    f"{kind.__name__}.{name} needs a default: {function.__name__} has none for it."
+                )
+            setattr(kind, name, parameters[name].default)
+        kind.__arguments_of__ = function  # type: ignore[attr-defined] # has their meanings
+        return dataclass(frozen=True)(kind)
+
+    return make_section
+
+
+# Sections ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class EnvConfig:
+    """The task: arguments of :func:`~minerva_torchrl.make_env`."""
+
+    name: str = "cartpole-balance"
+    """``domain-task`` of DM Control, or ``gym:`` and a Gymnasium name."""
+    num_envs: int = 1
+    """Copies to collect from."""
+    num_workers: int = 0
+    """Processes that the copies are spread over; 0 is the training process itself."""
+    frame_skip: int = 1
+    """Simulator steps per action."""
+    max_episode_steps: int | None = None
+    """Actions after which an episode is truncated, besides the task's own limit."""
+
+
+@dataclass(frozen=True)
+class CollectorConfig:
+    """Collection."""
+
+    frames_per_batch: int = 50
+    """Actions between two rounds of updates, in all environments together."""
+
+
+@dataclass(frozen=True)
+class NetworkConfig:
+    """The networks."""
+
+    actor_sizes: tuple[int, ...] = (256, 256)
+    """Units of the policy's hidden layers."""
+    critic_sizes: tuple[int, ...] = (256, 256)
+    """Units of the critic's hidden layers."""
+
+
+@dataclass(frozen=True)
+class LossConfig:
+    """The loss and its value estimator."""
+
+    gamma: float = 0.99
+    """Discount."""
+    lmbda: float = 0.95
+    """Trace parameter of the value estimator, if that has one."""
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    """The optimisers. Learning rates have names that begin with ``lr``."""
+
+
+@dataclass(frozen=True)
+class EvalConfig:
+    """Evaluation of the deterministic policy, in environments of its own."""
+
+    interval: int = 5_000
+    """Frames between two evaluations; there is one at the end in any case."""
+    episodes: int = 5
+    """Episodes, run side by side. They begin the same way at every evaluation."""
+    seed: int | None = None
+    """Seed of these environments. By default it follows from that of the run."""
+    video: bool = False
+    """Record the first episode of every evaluation to ``videos/``."""
+
+
+@dataclass(frozen=True)
+class CheckpointConfig:
+    """Checkpoints."""
+
+    interval: int = 20_000
+    """Frames between two checkpoints; there is one at the end in any case."""
+    keep: int = 1
+    """Checkpoints to keep, besides the best one."""
+    best: bool = True
+    """Keep the one with the best evaluation as well, without replay buffer."""
+    replay_buffer: bool = True
+    """Save the replay buffer. Without it a resumed run begins with an empty one."""
+
+
+@dataclass(frozen=True)
+class LoggerConfig:
+    """Where metrics go, besides ``metrics.csv`` and ``eval.csv``."""
+
+    backend: Literal["csv", "tensorboard", "wandb"] = "csv"
+    """``csv`` is those two files only; the others go through TorchRL's loggers."""
+    interval: int = 1_000
+    """Frames between two rows of metrics."""
+    project: str = "minerva_torchrl"
+    """Project of wandb."""
+    mode: Literal["online", "offline"] = "online"
+    """Whether wandb sends anything."""
+
+
+@dataclass(frozen=True)
+class CompileConfig:
+    """``torch.compile``, which takes up to a minute at first.
+
+    Small networks on a CPU gain nothing from it.
+    """
+
+    enabled: bool = False
+    """Compile the networks' heavy parts."""
+    mode: Literal["default", "reduce-overhead", "max-autotune"] = "default"
+    """Mode of ``torch.compile``."""
+
+
+# All of them -------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """What the settings of all algorithms have. Each algorithm has a subclass."""
+
+    algo: str = ""
+    """Name of the algorithm."""
+    preset: str = "default"
+    """Name of the preset that the other settings started from; a record only."""
+    seed: int = 0
+    """Seed of everything: networks, environments, sampling."""
+    device: str = "auto"
+    """``auto`` takes a GPU if there is one."""
+    total_frames: int = 100_000
+    """Simulator steps, rounded up to whole batches."""
+    run_dir: str | None = None
+    """Folder of the run. By default one with a name of its own in ``runs/``."""
+    resume: str | None = None
+    """Folder of a run to go on with."""
+    num_threads: int = 1
+    """Threads of torch: small networks are fastest with one."""
+    max_skipped: int = 10
+    """Batches in a row that may not be finite before the run is given up."""
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    logger: LoggerConfig = field(default_factory=LoggerConfig)
+    compile: CompileConfig = field(default_factory=CompileConfig)
+
+    env: EnvConfig = field(default_factory=EnvConfig)
+    collector: CollectorConfig = field(default_factory=CollectorConfig)
+    network: NetworkConfig = field(default_factory=NetworkConfig)
+    loss: LossConfig = field(default_factory=LossConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
+
+    def problems(self) -> Iterator[str]:
+        """What is impossible about these settings, one line each."""
+        yield from not_positive(self, "total_frames", "num_threads", "max_skipped")
+        yield from not_positive(self, "env.num_envs", "env.frame_skip", "env.max_episode_steps")
+        yield from not_positive(self, "collector.frames_per_batch", "logger.interval")
+        yield from not_positive(self, "eval.interval", "eval.episodes")
+        yield from not_positive(self, "checkpoint.interval", "checkpoint.keep")
+        rates = [name for name in vars(self.optim) if name.startswith(("lr", "adam_eps"))]
+        yield from not_positive(self, *(f"optim.{name}" for name in rates))
+        for name, seed in (("seed", self.seed), ("eval.seed", self.eval.seed)):
+            if seed is not None and not 0 <= seed < 2**32:
+                yield f"{name} must be between 0 and 2**32 - 1, got {seed}."
+        for name, value in (("gamma", self.loss.gamma), ("lmbda", self.loss.lmbda)):
+            if not 0 <= value <= 1:
+                yield f"loss.{name} must be between 0 and 1, got {value}."
+        for name in ("actor_sizes", "critic_sizes"):
+            sizes = getattr(self.network, name)
+            if not sizes or min(sizes) < 1:
+                yield (
+                    f"network.{name} must have at least one layer, of at least one unit; "
+                    f"got {list(sizes)}."
+                )
+        if self.env.num_workers < 0:
+            yield f"env.num_workers must not be negative, got {self.env.num_workers}."
+        elif self.env.num_workers > 1 and self.env.num_envs % self.env.num_workers:
+            yield (
+                "env.num_envs must be a multiple of env.num_workers, got "
+                f"{self.env.num_envs} and {self.env.num_workers}."
+            )
+        if self.env.num_envs > 0 and self.collector.frames_per_batch % self.env.num_envs:
+            yield (
+                "collector.frames_per_batch must be a multiple of env.num_envs, got "
+                f"{self.collector.frames_per_batch} and {self.env.num_envs}."
+            )
+
+
+def not_positive(config: RunConfig, *names: str) -> Iterator[str]:
+    """A line for each of some settings that is a number, but not a positive one."""
+    for name in names:
+        value: object = config
+        for part in name.split("."):
+            value = getattr(value, part)
+        if isinstance(value, (int, float)) and not value > 0:
+            yield f"{name} must be positive, got {value}."

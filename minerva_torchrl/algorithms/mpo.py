@@ -1,0 +1,417 @@
+"""MPO: settings, presets, networks, loss, replay buffer and trainer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from tensordict.nn import ProbabilisticTensorDictSequential
+from torchrl.data import LazyTensorStorage, OneHot, SliceSampler, TensorDictReplayBuffer
+from torchrl.envs import EnvBase
+from torchrl.objectives import ValueEstimators
+
+from minerva_torchrl.algorithms.common import (
+    Algorithm,
+    Preset,
+    adam,
+    gaussian_actor,
+    single_specs,
+)
+from minerva_torchrl.algorithms.config import (
+    LossConfig,
+    NetworkConfig,
+    OptimConfig,
+    RunConfig,
+    arguments_of,
+    not_positive,
+)
+from minerva_torchrl.modules import DirectModule, GaussianPolicy, StateActionCritic
+from minerva_torchrl.objectives import MPOLoss
+from minerva_torchrl.trainers import MPOOptimizationStepper, MPOTrainer, make_target_updater
+
+__all__ = ["MPO", "MPOConfig"]
+
+# Settings ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ReplayBufferConfig:
+    """What is stored, and what is drawn from it."""
+
+    size: int = 1_000_000
+    """Transitions to keep."""
+    batch_size: int = 128
+    """Transitions, or sequences, to draw for an update."""
+    n_steps: int = 5
+    """Steps that a transition spans."""
+    sequence_length: int = 1
+    """Length of the sequences to draw, for ``td_lambda`` and ``retrace``; 1 draws transitions."""
+    warmup_frames: int = 1_000
+    """Frames to collect before the first update."""
+
+
+@dataclass(frozen=True)
+class MPONetworkConfig(NetworkConfig):
+    """Networks with a LayerNorm-tanh first layer and ELU above."""
+
+    num_critics: int = 1
+    """Critics in the ensemble."""
+    init_scale: float = 0.5
+    """Initial standard deviation of the policy. ``loss.epsilon_stddev`` lets it change slowly."""
+
+
+@arguments_of(MPOLoss)
+class MPOLossConfig(LossConfig):
+    """Arguments of :class:`~minerva_torchrl.MPOLoss`, and its value estimator."""
+
+    value_estimator: Literal["td0", "td_lambda", "retrace"] = "td0"
+    """``td0`` uses n-step transitions, the others sequences."""
+    num_action_samples: int = 10
+    """Half as many as in the papers, for twice as many updates in the same time."""
+    num_value_samples: int | None
+    epsilon: float = 0.5
+    """With the 0.1 of the papers the weights of so few samples are almost uniform."""
+    epsilon_mean: float = 1e-2
+    """Larger than in the papers, to make up for fewer updates."""
+    epsilon_stddev: float = 1e-6
+    per_dim_constraining: bool = True
+    action_penalization: bool | None
+    epsilon_penalty: float = 0.05
+    """With the 1e-3 of the papers many means leave the bounds (metric ``out_of_bounds``)."""
+    init_temperature: float
+    init_alpha_mean: float = 1.0
+    init_alpha_stddev: float = 1000.0
+    init_penalty_temperature: float
+    temperature_update: Literal["gradient", "solve"]
+    policy_states: Literal["next", "current", "both"]
+    sequence_steps: Literal["all", "first"]
+    qvalue_reduction: Literal["min", "mean"]
+    loss_function: Literal["l2", "l1", "smooth_l1"]
+
+
+@arguments_of(MPOOptimizationStepper)
+class MPOOptimConfig(OptimConfig):
+    """Optimisers, and arguments of :class:`~minerva_torchrl.MPOOptimizationStepper`."""
+
+    updates_per_frame: float = 0.5
+    """Updates per action."""
+    lr_actor: float = 1e-3
+    """Learning rate of the policy. Larger than in the papers, to make up for fewer updates."""
+    lr_critic: float = 1e-3
+    """Learning rate of the critic. Larger for the same reason."""
+    lr_dual: float = 1e-2
+    """Learning rate of the multipliers and temperatures."""
+    lr_temperature: float | None = None
+    """That of the temperatures, if it differs."""
+    adam_eps: float = 1e-8
+    """Adam's constant in the denominator."""
+    target_period: int | None = 100
+    """Updates between two copies to the target networks; null if ``target_tau`` is set."""
+    target_tau: float | None = None
+    """Moving average of the target networks instead."""
+    num_policy_steps: int
+    dual_order: Literal["simultaneous", "dual_first"]
+    clip_critic: float | None
+    clip_actor: float | None
+    clip_dual: float | None
+
+
+@dataclass(frozen=True)
+class MPOConfig(RunConfig):
+    """Settings of MPO."""
+
+    algo: Literal["mpo"] = "mpo"
+    replay_buffer: ReplayBufferConfig = field(default_factory=ReplayBufferConfig)
+    network: MPONetworkConfig = field(default_factory=MPONetworkConfig)
+    loss: MPOLossConfig = field(default_factory=MPOLossConfig)
+    optim: MPOOptimConfig = field(default_factory=MPOOptimConfig)
+
+    @property
+    def updates_per_batch(self) -> int:
+        """Updates after each collected batch."""
+        return round(self.optim.updates_per_frame * self.collector.frames_per_batch)
+
+    def problems(self) -> Iterator[str]:
+        """What is impossible about these settings, one line each."""
+        yield from super().problems()
+        yield from not_positive(self, "replay_buffer.size", "replay_buffer.batch_size")
+        yield from not_positive(self, "replay_buffer.n_steps", "replay_buffer.sequence_length")
+        yield from not_positive(self, "optim.updates_per_frame")
+        yield from not_positive(self, "network.num_critics", "network.init_scale")
+        yield from self._problems_with_sequences()
+        buffer = self.replay_buffer
+        if buffer.size < buffer.batch_size * buffer.sequence_length:
+            yield (
+                "replay_buffer.size must be at least replay_buffer.batch_size times "
+                f"replay_buffer.sequence_length, got {buffer.size} and {buffer.batch_size} times "
+                f"{buffer.sequence_length}."
+            )
+        if buffer.size < self.collector.frames_per_batch:
+            yield (
+                "replay_buffer.size must be at least collector.frames_per_batch, got "
+                f"{buffer.size} and {self.collector.frames_per_batch}."
+            )
+        if buffer.warmup_frames < 0:
+            yield f"replay_buffer.warmup_frames must not be negative, got {buffer.warmup_frames}."
+        if (self.optim.target_period is None) == (self.optim.target_tau is None):
+            yield (
+                "exactly one of optim.target_period and optim.target_tau must be set, the other "
+                f"null; got {self.optim.target_period} and {self.optim.target_tau}."
+            )
+        if self.updates_per_batch < 1:
+            yield (
+                "optim.updates_per_frame times collector.frames_per_batch must be at least one "
+                f"update, got {self.optim.updates_per_frame} times "
+                f"{self.collector.frames_per_batch}."
+            )
+
+    def _problems_with_sequences(self) -> Iterator[str]:
+        estimator, length = self.loss.value_estimator, self.replay_buffer.sequence_length
+        if estimator == "td0" and length > 1:
+            yield (
+                "loss.value_estimator=td0 is for transitions (replay_buffer.sequence_length=1), "
+                f"got sequences of {length}; td_lambda and retrace use sequences."
+            )
+        if estimator != "td0" and length < 2:
+            yield (
+                f"loss.value_estimator={estimator} needs replay_buffer.sequence_length of at least "
+                f"2, got {length}."
+            )
+        if length > 1 and self.replay_buffer.n_steps > 1:
+            yield (
+                "replay_buffer.n_steps must be 1 for sequences (replay_buffer.sequence_length="
+                f"{length}), got {self.replay_buffer.n_steps}."
+            )
+        if length > (self.env.max_episode_steps or math.inf):
+            yield (
+                "replay_buffer.sequence_length must be at most env.max_episode_steps, got "
+                f"{length} and {self.env.max_episode_steps}."
+            )
+        steps = self.collector.frames_per_batch // max(self.env.num_envs, 1)
+        if self.env.num_envs > 1 and length > steps:
+            yield (
+                f"replay_buffer.sequence_length must be at most the {steps} steps that each of "
+                f"env.num_envs={self.env.num_envs} environments makes in a batch "
+                "(collector.frames_per_batch / env.num_envs), because sequences do not go from one "
+                f"batch to the next; got {length}."
+            )
+
+
+# Presets -----------------------------------------------------------------------------------------
+
+PRESETS = {
+    "default": Preset(description="what learns best here"),
+    "minerva-seed": Preset(
+        description=(
+            "the reference agent (Minerva): policy trained at the current states with samples of "
+            "its own, one bound for mean and standard deviation, no action penalty, only the first "
+            "step of a sequence, multipliers stepped before the policy, gradients clipped at one "
+            "everywhere"
+        ),
+        loss={
+            "policy_states": "current",
+            "sequence_steps": "first",
+            "action_penalization": False,
+            "epsilon": 0.1,
+            "epsilon_mean": 2.5e-3,
+            "epsilon_stddev": 2.5e-3,
+            "init_temperature": 10.0,
+            "init_alpha_mean": 10.0,
+            "init_alpha_stddev": 1000.0,
+            "num_action_samples": 64,
+        },
+        stepper={
+            "dual_order": "dual_first",
+            "clip_critic": 1.0,
+            "clip_actor": 1.0,
+            "clip_dual": 1.0,
+        },
+        adam={"eps": 1e-5},
+        run={
+            "collector": {"frames_per_batch": 50},
+            "replay_buffer": {"batch_size": 256, "n_steps": 1, "warmup_frames": 10_000},
+            "network": {"actor_sizes": [512, 256], "critic_sizes": [512, 256], "init_scale": 1.0},
+            "loss": {"gamma": 0.98},
+            "optim": {
+                "updates_per_frame": 1.0,
+                "lr_actor": 1e-4,
+                "lr_critic": 1e-4,
+                "lr_dual": 1e-2,
+                "lr_temperature": 1e-3,
+                "target_period": 100,
+            },
+        },
+    ),
+    "acme": Preset(
+        description=(
+            "Acme's TensorFlow agent: policy trained at the next states with the samples of the "
+            "critic's target, a large initial temperature, an update for every eight frames"
+        ),
+        loss={
+            "epsilon": 0.1,
+            "epsilon_mean": 2.5e-3,
+            "epsilon_stddev": 1e-6,
+            "init_temperature": 10.0,
+            "init_alpha_mean": 10.0,
+            "init_alpha_stddev": 1000.0,
+            "init_penalty_temperature": 10.0,
+            "epsilon_penalty": 1e-3,
+            "num_action_samples": 20,
+            "action_penalization": True,
+            "policy_states": "next",
+        },
+        run={
+            "collector": {"frames_per_batch": 80},
+            "replay_buffer": {"batch_size": 256, "n_steps": 5, "warmup_frames": 1_000},
+            "network": {
+                "actor_sizes": [256, 256, 256],
+                "critic_sizes": [512, 512, 256],
+                "init_scale": 0.7,
+            },
+            "loss": {"gamma": 0.99},
+            "optim": {
+                "updates_per_frame": 0.125,
+                "lr_actor": 1e-4,
+                "lr_critic": 1e-4,
+                "lr_dual": 1e-2,
+                "target_period": 100,
+            },
+        },
+    ),
+    "tonic": Preset(
+        description=(
+            "tonic: policy trained at the current states with samples of its own, targets as a "
+            "moving average, no clipping of gradients. Its networks are kept in size only: there "
+            "they are ReLU networks with a tanh mean and normalised observations"
+        ),
+        loss={
+            "epsilon": 0.1,
+            "epsilon_mean": 1e-3,
+            "epsilon_stddev": 1e-6,
+            "init_temperature": 1.3133,
+            "init_alpha_mean": 1.3133,
+            "init_alpha_stddev": 10.0,
+            "init_penalty_temperature": 1.3133,
+            "epsilon_penalty": 1e-3,
+            "num_action_samples": 20,
+            "action_penalization": True,
+            "policy_states": "current",
+        },
+        stepper={"clip_critic": None, "clip_actor": None},
+        run={
+            "collector": {"frames_per_batch": 50},
+            "replay_buffer": {"batch_size": 100, "n_steps": 5, "warmup_frames": 10_000},
+            "network": {"actor_sizes": [256, 256], "critic_sizes": [256, 256], "init_scale": 0.7},
+            "loss": {"gamma": 0.99},
+            "optim": {
+                "updates_per_frame": 1.0,
+                "lr_actor": 3e-4,
+                "lr_critic": 3e-4,
+                "lr_dual": 1e-2,
+                "target_period": None,
+                "target_tau": 0.005,
+            },
+        },
+    ),
+}
+
+
+# The algorithm -----------------------------------------------------------------------------------
+
+
+class MPO(Algorithm[MPOConfig]):
+    """Maximum a posteriori policy optimisation, off-policy, for continuous actions."""
+
+    title = "MPO"
+    config_class = MPOConfig
+    presets = PRESETS
+
+    def make_networks(
+        self, env: EnvBase
+    ) -> tuple[ProbabilisticTensorDictSequential, list[DirectModule]]:
+        """A Gaussian policy, and critics of states and actions."""
+        obs_dim, action_spec = single_specs(env)
+        if isinstance(action_spec, OneHot):
+            raise ValueError(
+                f"MPO is for continuous actions, and those of {self.config.env.name} are discrete. "
+                "Use V-MPO or PPO."
+            )
+        action_dim, sizes = action_spec.shape[-1], self.config.network
+        policy = GaussianPolicy(obs_dim, action_dim, sizes.actor_sizes, init_scale=sizes.init_scale)
+        critics = [
+            DirectModule(
+                StateActionCritic(obs_dim, action_dim, sizes.critic_sizes),
+                in_keys=["observation", "action"],
+                out_keys=["state_action_value"],
+            )
+            for _ in range(sizes.num_critics)
+        ]
+        return gaussian_actor(policy, action_spec), critics
+
+    def make_loss(self, actor: ProbabilisticTensorDictSequential, critic: Any) -> MPOLoss:
+        """The loss of a policy and one or several critics."""
+        arguments = dict(vars(self.config.loss))
+        gamma, estimator, lmbda = (arguments.pop(k) for k in ("gamma", "value_estimator", "lmbda"))
+        loss = MPOLoss(actor, critic, **arguments)
+        if estimator == "td0":
+            return loss.make_value_estimator(gamma=gamma)
+        kind = "retrace" if estimator == "retrace" else ValueEstimators.TDLambda
+        return loss.make_value_estimator(kind, gamma=gamma, lmbda=lmbda)
+
+    def make_replay_buffer(self) -> TensorDictReplayBuffer:
+        """A buffer that draws transitions, or sequences of one episode each."""
+        settings = self.config.replay_buffer
+        length = settings.sequence_length
+        sampler = None
+        if length > 1:
+            sampler = SliceSampler(
+                slice_len=length,
+                traj_key=("collector", "traj_ids"),
+                strict_length=True,
+                cache_values=True,
+            )
+        return TensorDictReplayBuffer(
+            storage=LazyTensorStorage(settings.size),
+            sampler=sampler,
+            batch_size=settings.batch_size * length,
+        )
+
+    def make_trainer(
+        self, loss: MPOLoss, replay_buffer: TensorDictReplayBuffer | None, **arguments: Any
+    ) -> MPOTrainer:
+        """The trainer, with an optimiser each for critic, policy and dual variables."""
+        optim, buffer = self.config.optim, self.config.replay_buffer
+        return MPOTrainer(
+            optimization_stepper=MPOOptimizationStepper(
+                adam(loss.qvalue_network_params.parameters(), optim.lr_critic, optim.adam_eps),
+                adam(loss.actor_network_params.parameters(), optim.lr_actor, optim.adam_eps),
+                adam(self._dual_groups(loss), optim.lr_dual, optim.adam_eps),
+                num_policy_steps=optim.num_policy_steps,
+                dual_order=optim.dual_order,
+                clip_critic=optim.clip_critic,
+                clip_actor=optim.clip_actor,
+                clip_dual=optim.clip_dual,
+            ),
+            replay_buffer=replay_buffer,
+            target_net_updater=make_target_updater(
+                loss, period=optim.target_period, tau=optim.target_tau
+            ),
+            optim_steps_per_batch=self.config.updates_per_batch,
+            warmup_frames=buffer.warmup_frames,
+            n_steps=buffer.n_steps,
+            sequence_length=buffer.sequence_length,
+            gamma=self.config.loss.gamma,
+            max_skipped=self.config.max_skipped,
+            **arguments,
+        )
+
+    def _dual_groups(self, loss: MPOLoss) -> list[dict[str, Any]]:
+        """Temperatures and multipliers, which may have different learning rates."""
+        optim = self.config.optim
+        lr_temperature = optim.lr_dual if optim.lr_temperature is None else optim.lr_temperature
+        return [
+            {"params": loss.temperature_parameters(), "lr": lr_temperature},
+            {"params": loss.alpha_parameters()},
+        ]

@@ -1,0 +1,195 @@
+"""V-MPO: settings, presets, loss and trainer. Its networks are those of on-policy algorithms."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, Literal
+
+from tensordict.nn import ProbabilisticTensorDictSequential
+from torchrl.data import OneHot
+
+from minerva_torchrl.algorithms.common import Preset, adam
+from minerva_torchrl.algorithms.config import LossConfig, OptimConfig, arguments_of
+from minerva_torchrl.algorithms.on_policy import (
+    OnPolicyAlgorithm,
+    OnPolicyConfig,
+    OnPolicyEnvConfig,
+    OnPolicyNetworkConfig,
+)
+from minerva_torchrl.objectives import VMPOLoss
+from minerva_torchrl.trainers import VMPOOptimizationStepper, VMPOTrainer
+
+__all__ = ["VMPO", "VMPOConfig"]
+
+# Settings ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class VMPOEnvConfig(OnPolicyEnvConfig):
+    """The task."""
+
+    staggered: bool = True
+    """So that what V-MPO imitates is of all phases of an episode."""
+
+
+@dataclass(frozen=True)
+class VMPONetworkConfig(OnPolicyNetworkConfig):
+    """Tanh networks with orthogonal initialisation."""
+
+    init_scale: float = 0.6
+    """V-MPO only imitates the better actions, so its standard deviation falls faster."""
+
+
+@arguments_of(VMPOLoss)
+class VMPOLossConfig(LossConfig):
+    """Arguments of :class:`~minerva_torchrl.VMPOLoss`, and its value estimator."""
+
+    top_k_fraction: float
+    epsilon: float
+    epsilon_mean: float | None
+    epsilon_stddev: float | None
+    epsilon_policy: float | None
+    per_dim_constraining: bool | None = None
+    """Null: for Gaussian policies, as in MPO."""
+    init_temperature: float
+    init_alpha_mean: float | None
+    init_alpha_stddev: float | None
+    init_alpha_policy: float | None
+    temperature_update: Literal["solve", "gradient"]
+    kl_samples: Literal["all", "selected"]
+    normalize_advantage: bool
+    critic_coeff: float
+    loss_critic_type: Literal["l2", "l1", "smooth_l1"]
+    clip_value: float | None
+
+
+@arguments_of(VMPOOptimizationStepper)
+class VMPOOptimConfig(OptimConfig):
+    """Optimisers, and arguments of :class:`~minerva_torchrl.VMPOOptimizationStepper`."""
+
+    lr_actor: float = 3e-4
+    """Learning rate of the policy."""
+    lr_critic: float = 3e-4
+    """Learning rate of the critic."""
+    lr_alpha: float = 1e-3
+    """Learning rate of the multipliers."""
+    anneal_lr: bool = False
+    """Let the learning rates of the networks fall linearly to zero over ``total_frames``."""
+    lr_temperature: float = 1e-2
+    """That of a temperature with ``temperature_update=gradient``."""
+    adam_eps: float = 1e-5
+    """Adam's constant in the denominator."""
+    num_policy_steps: int = 320
+    """With minibatches of 64, ten times over a rollout of 2048 frames."""
+    minibatch_size: int | None = 64
+    """Null is all of the rollout."""
+    dual_order: Literal["simultaneous", "dual_first"]
+    lr_scaling: Literal["1/sqrt(M)", "1/M"] | None
+    clip: float | None
+
+
+@dataclass(frozen=True)
+class VMPOConfig(OnPolicyConfig):
+    """Settings of V-MPO."""
+
+    algo: Literal["vmpo"] = "vmpo"
+    env: VMPOEnvConfig = field(default_factory=VMPOEnvConfig)
+    network: VMPONetworkConfig = field(default_factory=VMPONetworkConfig)
+    loss: VMPOLossConfig = field(default_factory=VMPOLossConfig)
+    optim: VMPOOptimConfig = field(default_factory=VMPOOptimConfig)
+
+
+# Presets -----------------------------------------------------------------------------------------
+
+PRESETS = {
+    "default": Preset(description="what learns best here"),
+    "minerva-seed": Preset(
+        description=(
+            "the reference agent (Minerva): temperature learned by one step per rollout, KL "
+            "divergences over the selected samples only, multipliers stepped before the policy, "
+            "learning rates as they are for any number of policy steps"
+        ),
+        loss={
+            "top_k_fraction": 0.7,
+            "epsilon": 0.15,
+            "epsilon_mean": 0.05,
+            "epsilon_stddev": 1e-3,
+            "init_temperature": 5.0,
+            "init_alpha_mean": 1.0,
+            "init_alpha_stddev": 1.0,
+            "temperature_update": "gradient",
+            "kl_samples": "selected",
+            "per_dim_constraining": False,
+        },
+        stepper={
+            "num_policy_steps": 64,
+            "minibatch_size": None,
+            "dual_order": "dual_first",
+            "clip": 0.5,
+            "lr_scaling": None,
+        },
+        adam={"eps": 1e-5},
+        run={
+            "collector": {"frames_per_batch": 4096},
+            "env": {"num_envs": 1},
+            "network": {"actor_sizes": [512, 256], "critic_sizes": [512, 256], "init_scale": 1.0},
+            "loss": {"gamma": 0.98, "lmbda": 0.92},
+            "optim": {
+                "lr_actor": 1e-4,
+                "lr_critic": 1e-4,
+                "lr_alpha": 1e-4,
+                "lr_temperature": 1e-4,
+                "anneal_lr": False,
+            },
+        },
+    ),
+}
+
+
+# The algorithm -----------------------------------------------------------------------------------
+
+
+class VMPO(OnPolicyAlgorithm[VMPOConfig]):
+    """On-policy maximum a posteriori policy optimisation, for continuous and discrete actions."""
+
+    title = "V-MPO"
+    config_class = VMPOConfig
+    presets = PRESETS
+    renamed: ClassVar = {"loss.epsilon_eta": "loss.epsilon"}
+    earlier: ClassVar = {"optim.dual_order": "dual_first"}
+
+    def make_loss(self, actor: ProbabilisticTensorDictSequential, critic: Any) -> VMPOLoss:
+        """The loss, with generalised advantages."""
+        arguments = dict(vars(self.config.loss))
+        gamma, lmbda = arguments.pop("gamma"), arguments.pop("lmbda")
+        if arguments["per_dim_constraining"] is None:
+            arguments["per_dim_constraining"] = not isinstance(actor.spec["action"], OneHot)
+        loss = VMPOLoss(actor, critic, **arguments)
+        return loss.make_value_estimator("gae", gamma=gamma, lmbda=lmbda)
+
+    def make_trainer(self, loss: VMPOLoss, replay_buffer: None, **arguments: Any) -> VMPOTrainer:
+        """The trainer, with an optimiser for the networks and others for the dual variables."""
+        optim = self.config.optim
+        networks = [
+            {"params": list(loss.actor_network_params.parameters()), "lr": optim.lr_actor},
+            {"params": list(loss.critic_network_params.parameters()), "lr": optim.lr_critic},
+        ]
+        optimizer = adam(networks, optim.lr_actor, optim.adam_eps)
+        temperature = None
+        if self.config.loss.temperature_update == "gradient":
+            temperature = adam([loss.temperature.raw], optim.lr_temperature, optim.adam_eps)
+        return VMPOTrainer(
+            optimization_stepper=VMPOOptimizationStepper(
+                optimizer,
+                adam(loss.alpha_parameters(), optim.lr_alpha, optim.adam_eps),
+                temperature,
+                num_policy_steps=optim.num_policy_steps,
+                minibatch_size=optim.minibatch_size,
+                dual_order=optim.dual_order,
+                lr_scaling=optim.lr_scaling,
+                clip=optim.clip,
+            ),
+            lr_scheduler=self.annealing(optimizer) if optim.anneal_lr else None,
+            max_skipped=self.config.max_skipped,
+            **arguments,
+        )
