@@ -75,14 +75,14 @@ class MPOLossConfig(LossConfig):
     """With the 0.1 of the papers the weights of so few samples are almost uniform."""
     epsilon_mean: float = 1e-2
     """Larger than in the papers, to make up for fewer updates."""
-    epsilon_stddev: float = 1e-6
+    epsilon_stddev: float = MPOLoss.default_constraints["stddev"][0]
     per_dim_constraining: bool = True
     action_penalization: bool | None
     epsilon_penalty: float = 0.05
     """With the 1e-3 of the papers many means leave the bounds (metric ``out_of_bounds``)."""
     init_temperature: float
-    init_alpha_mean: float = 1.0
-    init_alpha_stddev: float = 1000.0
+    init_alpha_mean: float = MPOLoss.default_constraints["mean"][1]
+    init_alpha_stddev: float = MPOLoss.default_constraints["stddev"][1]
     init_penalty_temperature: float
     temperature_update: Literal["gradient", "solve"]
     policy_states: Literal["next", "current", "both"]

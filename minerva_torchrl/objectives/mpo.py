@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -22,9 +22,6 @@ from minerva_torchrl.objectives.policies import resolve_penalization
 from minerva_torchrl.objectives.reductions import masked_extreme, masked_mean, masked_means
 
 __all__ = ["MPOLoss"]
-
-# Bound and initial multiplier by constraint.
-_CONSTRAINTS = {"mean": (2.5e-3, 1.0), "stddev": (1e-6, 1000.0), "policy": (2.5e-3, 1.0)}
 
 
 class MPOLoss(OffPolicyLoss):
@@ -163,6 +160,13 @@ class MPOLoss(OffPolicyLoss):
         >>> sum(v for k, v in output.items() if k.startswith("loss_")).backward()
     """
 
+    default_constraints: ClassVar = {
+        "mean": (2.5e-3, 1.0),
+        "stddev": (1e-6, 1000.0),
+        "policy": (2.5e-3, 1.0),
+    }
+    """Bound and initial multiplier by constraint."""
+
     def __init__(
         self,
         actor_network: ProbabilisticTensorDictSequential,
@@ -235,7 +239,7 @@ class MPOLoss(OffPolicyLoss):
                 "stddev": (epsilon_stddev, init_alpha_stddev),
                 "policy": (epsilon_policy, init_alpha_policy),
             },
-            defaults=_CONSTRAINTS,
+            defaults=self.default_constraints,
         )
         self.action_penalization = resolve_penalization(action_penalization, self.policy)
         if self.action_penalization:

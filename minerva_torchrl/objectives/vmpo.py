@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase, unravel_key
@@ -21,9 +21,6 @@ from minerva_torchrl.objectives.e_steps import VMPOEStep
 from minerva_torchrl.objectives.reductions import masked_mean, masked_std
 
 __all__ = ["VMPOLoss"]
-
-# Bound and initial multiplier by constraint.
-_CONSTRAINTS = {"mean": (1e-2, 1.0), "stddev": (1e-5, 1.0), "policy": (1e-2, 5.0)}
 
 
 class VMPOLoss(OnPolicyLoss):
@@ -133,6 +130,12 @@ class VMPOLoss(OnPolicyLoss):
         >>> sum(v for k, v in output.items() if k.startswith("loss_")).backward()
     """
 
+    default_constraints: ClassVar = {
+        "mean": (1e-2, 1.0),
+        "stddev": (1e-5, 1.0),
+        "policy": (1e-2, 5.0),
+    }
+    """Bound and initial multiplier by constraint."""
     _schedulable_buffers = frozenset({"critic_coeff"})
 
     def __init__(
@@ -207,7 +210,7 @@ class VMPOLoss(OnPolicyLoss):
                 "stddev": (epsilon_stddev, init_alpha_stddev),
                 "policy": (epsilon_policy, init_alpha_policy),
             },
-            defaults=_CONSTRAINTS,
+            defaults=self.default_constraints,
         )
 
     # Wiring --------------------------------------------------------------------------------------

@@ -65,11 +65,8 @@ def parse_config(algo: str, settings: Mapping[str, Any]) -> RunConfig:
         allowed = ", ".join(algorithm.presets)
         raise ConfigError([f"preset must be one of {allowed} for {algo}, got {preset!r}."])
     merged = _merge(algorithm.presets[preset].settings(), settings)
-    for old, new in algorithm.renamed.items():
-        section, _, name = old.rpartition(".")
-        if name in _section(merged, section):
-            warnings.warn(_is_now(old, new), FutureWarning, stacklevel=2)
-            _set(merged, new, _section(merged, section).pop(name))
+    for old, new in _rename(merged, algorithm.renamed):
+        warnings.warn(_is_now(old, new), FutureWarning, stacklevel=2)
     config = parse(algorithm.config_class, merged)
     problems = list(config.problems())
     if problems:
@@ -85,8 +82,10 @@ def load_config(run_dir: Path) -> RunConfig:
     try:
         settings: Any = OmegaConf.to_container(OmegaConf.load(file))
         algo = settings["algo"]
-        for name, value in ALGORITHMS[algo].earlier.items() if algo in ALGORITHMS else ():
-            settings = _merge(_set({}, name, value), settings)
+        if algo in ALGORITHMS:
+            _rename(settings, ALGORITHMS[algo].renamed)
+            for name, value in ALGORITHMS[algo].earlier.items():
+                settings = _merge(_set({}, name, value), settings)
         return parse_config(algo, settings)
     except FileNotFoundError:
         raise CheckpointError(f"there is no run in {run_dir}: it has no config.yaml.") from None
@@ -239,6 +238,17 @@ def explicit_overrides(arguments: Sequence[str]) -> dict[str, Any]:
     """Names and values of overrides as Hydra parses them."""
     overrides = OverridesParser.create().parse_overrides(list(arguments))
     return {override.key_or_group: override.value() for override in overrides}
+
+
+def _rename(settings: dict[str, Any], names: Mapping[str, str]) -> list[tuple[str, str]]:
+    """Put settings under their new names, in place; returns the old and new ones that were."""
+    found = []
+    for old, new in names.items():
+        section, _, name = old.rpartition(".")
+        if name in _section(settings, section):
+            _set(settings, new, _section(settings, section).pop(name))
+            found.append((old, new))
+    return found
 
 
 def _merge(base: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shutil
 import sys
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import pytest
 import yaml
 
 from minerva_torchrl.algorithms import ALGORITHMS
-from minerva_torchrl.runs import RunConfig, check_overrides, load_config, parse_config
+from minerva_torchrl.runs import check_overrides, load_config, parse_config
 from minerva_torchrl.runs.settings import resumed_config
 from tests.runs.tiny import EXAMPLES, arguments, dotted, nested, run_script, train
 
@@ -23,15 +22,9 @@ def written(file: Path) -> dict[str, Any]:
     return yaml.safe_load(file.read_text())
 
 
-def load_old(folder: Path) -> RunConfig:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        return load_config(folder)
-
-
 @pytest.mark.parametrize("file", RESULTS, ids=lambda file: file.parent.name)
 def test_stored_results_keep_every_setting(file: Path) -> None:
-    config = load_old(file.parent)
+    config = load_config(file.parent)
     for section, values in written(file).items():
         if not isinstance(values, dict):
             assert getattr(config, section) == values
@@ -44,8 +37,8 @@ def test_stored_results_keep_every_setting(file: Path) -> None:
 
 @pytest.mark.parametrize("file", [f for f in RESULTS if written(f)["algo"] == "vmpo"], ids=str)
 def test_multipliers_stepped_first_before_there_was_a_choice(file: Path) -> None:
-    with pytest.warns(FutureWarning, match=r"loss.epsilon_eta is now called loss.epsilon\."):
-        config = load_config(file.parent)
+    """And nothing is said about its old names: nobody has to change a finished run."""
+    config = load_config(file.parent)
     assert config.optim.dual_order == "dual_first"
     assert config.loss.epsilon == written(file)["loss"]["epsilon_eta"]
 
@@ -67,11 +60,9 @@ def old_run(tmp_path: Path) -> Path:
 
 
 def test_an_old_run_goes_on_as_it_was(old_run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.warns(FutureWarning, match="loss.epsilon_eta"):
-        assert resumed_config(old_run, {}).optim.dual_order == "dual_first"
+    assert resumed_config(old_run, {}).optim.dual_order == "dual_first"
     monkeypatch.chdir(old_run.parent)
-    with pytest.warns(FutureWarning, match="loss.epsilon_eta"):
-        assert run_script("vmpo_dmc.py", "resume=run", "total_frames=150") == 0
+    assert run_script("vmpo_dmc.py", "resume=run", "total_frames=150") == 0
     settings = written(old_run / "config.yaml")  # written again, with today's names
     assert settings["optim"]["dual_order"] == "dual_first"
     assert settings["loss"]["epsilon"] == 0.1
