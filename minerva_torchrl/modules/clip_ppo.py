@@ -30,6 +30,24 @@ class DirectClipPPOLoss(ClipPPOLoss):
     ``torch.compile``, takes TorchRL's.
 
     Takes the arguments of :class:`~torchrl.objectives.ClipPPOLoss`.
+
+    Examples:
+        >>> from tensordict.nn import NormalParamExtractor
+        >>> from torchrl.modules import IndependentNormal, ProbabilisticActor
+        >>> from minerva_torchrl import make_ppo_loss
+        >>> from minerva_torchrl.modules import DirectModule
+        >>> policy = torch.nn.Sequential(torch.nn.Linear(3, 4), NormalParamExtractor())
+        >>> actor = ProbabilisticActor(
+        ...     DirectModule(policy, in_keys=["observation"], out_keys=["loc", "scale"]),
+        ...     in_keys=["loc", "scale"],
+        ...     distribution_class=IndependentNormal,
+        ...     return_log_prob=True,
+        ... )
+        >>> value = torch.nn.Linear(3, 1)
+        >>> critic = DirectModule(value, in_keys=["observation"], out_keys=["state_value"])
+        >>> loss = make_ppo_loss(actor, critic, loss_class=DirectClipPPOLoss)
+        >>> loss.clip_value
+        0.2
     """
 
     @dispatch
