@@ -34,7 +34,7 @@ from minerva_torchrl.report.tables import (
 )
 from minerva_torchrl.report.values import count
 from minerva_torchrl.report.webpage import to_html
-from minerva_torchrl.runs.files import replace_file
+from minerva_torchrl.runs.atomic import replace_file
 
 __all__ = ["build_document", "make_report"]
 

@@ -15,8 +15,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minerva_torchrl.runs.checkpoints import CheckpointError
+from minerva_torchrl.runs.csv_table import TableError, read_table
 from minerva_torchrl.runs.settings import affects_learning, load_config, parse_config
-from minerva_torchrl.runs.tables import TableError, read_table
 
 __all__ = ["LoadedRuns", "Problem", "RecordedRun", "flatten", "load_runs"]
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from minerva_torchrl.runs.files import replace_file
+from minerva_torchrl.runs.atomic import replace_file
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

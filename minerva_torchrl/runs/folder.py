@@ -13,12 +13,12 @@ from filelock import FileLock, Timeout
 from omegaconf import OmegaConf
 
 from minerva_torchrl.algorithms import RunConfig
+from minerva_torchrl.runs.atomic import replace_file
 from minerva_torchrl.runs.checkpoints import CheckpointError, CheckpointStore
+from minerva_torchrl.runs.csv_table import CsvTable, TableError
 from minerva_torchrl.runs.curve import draw_curve
-from minerva_torchrl.runs.files import replace_file
 from minerva_torchrl.runs.settings import hydra_text
 from minerva_torchrl.runs.strict import ConfigError
-from minerva_torchrl.runs.tables import CsvTable, TableError
 
 __all__ = ["EVAL_COLUMNS", "RunFolder", "check_folder", "plain_settings", "resume_argument"]
 

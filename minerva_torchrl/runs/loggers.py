@@ -11,7 +11,7 @@ from typing import Any
 from torchrl.record.loggers import Logger, TensorboardLogger, WandbLogger
 
 from minerva_torchrl.algorithms.config import LoggerConfig
-from minerva_torchrl.runs.files import replace_file
+from minerva_torchrl.runs.atomic import replace_file
 from minerva_torchrl.runs.strict import ConfigError
 
 __all__ = ["check_backend", "close_logger", "make_logger"]

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from minerva_torchrl.objectives.checks import check_count
-from minerva_torchrl.runs.files import replace_path
+from minerva_torchrl.runs.atomic import replace_path
 
 __all__ = ["require_video_support", "write_video"]
 

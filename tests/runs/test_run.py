@@ -18,8 +18,8 @@ from gymnasium import spaces
 
 from minerva_torchrl.runs import CheckpointStore, ConfigError, Run, load_config, open_checkpoint
 from minerva_torchrl.runs.cli import _last_lines
+from minerva_torchrl.runs.csv_table import CsvTable
 from minerva_torchrl.runs.folder import RunFolder
-from minerva_torchrl.runs.tables import CsvTable
 from minerva_torchrl.trainers import NonFiniteError
 from tests.runs.tiny import (
     SETTINGS,

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from minerva_torchrl.runs.files import replace_file, replace_path
+from minerva_torchrl.runs.atomic import replace_file, replace_path
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from numbers import Integral, Real
 from pathlib import Path
 
-from minerva_torchrl.runs.files import replace_file
+from minerva_torchrl.runs.atomic import replace_file
 
 __all__ = ["CsvTable", "TableError", "TableText", "read_table"]
 

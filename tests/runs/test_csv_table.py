@@ -14,7 +14,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from minerva_torchrl.runs.tables import CsvTable, TableError, read_table
+from minerva_torchrl.runs.csv_table import CsvTable, TableError, read_table
 
 TABLE = b"frames,loss\n10,0.5\n20,0.25\n"
 
