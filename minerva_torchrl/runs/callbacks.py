@@ -53,7 +53,11 @@ class Callback:
         """After a batch was collected, ``[*num_envs, steps]``, and before the updates on it."""
 
     def on_update(self, run: Run, losses: TensorDictBase) -> None:
-        """After the updates that follow a batch. ``losses`` has their averages."""
+        """After each step of the optimisation stepper, with its losses and metrics.
+
+        For on-policy algorithms that is one step per batch, with all its epochs or policy steps.
+        A trainer of another kind is called once per batch, with averages.
+        """
 
     def on_evaluation(self, run: Run, row: Mapping[str, float]) -> None:
         """After an evaluation. ``row`` is what ``eval.csv`` has of it."""

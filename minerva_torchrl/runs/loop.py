@@ -17,6 +17,7 @@ from minerva_torchrl.runs.folder import RunFolder
 from minerva_torchrl.runs.metrics import MetricsBuffer
 from minerva_torchrl.runs.progress import Progress
 from minerva_torchrl.runs.video import write_video
+from minerva_torchrl.trainers.stepping import GuardedStepper
 
 if TYPE_CHECKING:
     from minerva_torchrl.runs.run import Run
@@ -66,6 +67,8 @@ class TrainingLoop:
             self._evaluate()
         self._trainer.register_op("pre_steps_log", self._after_collection)
         self._trainer.register_op("post_optim_complete_log", self._after_updates)
+        if run.callbacks and self._steps_are_seen:
+            self._trainer.register_op("post_optim", self._after_update)
         # The last hook of this stage: the one that gives the weights to the collector came before.
         self._trainer.register_op("post_steps", self._after_batch)
         if run.stop_reason is None:
@@ -84,8 +87,17 @@ class TrainingLoop:
     def _after_updates(self, updates: int, losses: TensorDictBase | None) -> None:
         if losses is not None:
             self._metrics.add_losses(losses)
-            for callback in self._run.callbacks:
+            for callback in () if self._steps_are_seen else self._run.callbacks:
                 callback.on_update(self._run, losses)
+
+    @property
+    def _steps_are_seen(self) -> bool:
+        """Whether the stepper shows what each of its steps returned."""
+        return isinstance(self._trainer.optimization_stepper, GuardedStepper)
+
+    def _after_update(self) -> None:
+        for callback in self._run.callbacks:
+            callback.on_update(self._run, self._trainer.optimization_stepper.latest)
 
     def _after_batch(self) -> None:
         run, config = self._run, self._config

@@ -61,6 +61,8 @@ class GuardedStepper(OptimizationStepper):
     def __init__(self, optimizers: Mapping[str, Optimizer | None]) -> None:
         self._optimizers = {name: opt for name, opt in optimizers.items() if opt is not None}
         self._refuse_shared_parameters()
+        self.latest = TensorDict()
+        """What the latest step inside a trainer returned; the trainer may average into it later."""
         self._group: dist.ProcessGroup | None = None
         self._skips = (0, 0, 0)  # in all, in a row until now, most in a row
         self._uncounted: tuple[Tensor, ...] = ()  # flags of the latest updates, still on the device
@@ -68,7 +70,8 @@ class GuardedStepper(OptimizationStepper):
     def step(self, trainer: Any, sub_batch: TensorDictBase) -> TensorDict:
         """One update inside a TorchRL ``Trainer``."""
         self._join_processes(trainer)
-        return self._update(trainer, sub_batch)
+        self.latest = self._update(trainer, sub_batch)
+        return self.latest
 
     def update(self, loss: LossModule, tensordict: TensorDictBase) -> TensorDict:
         """One update in a loop of one's own.

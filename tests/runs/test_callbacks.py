@@ -96,6 +96,7 @@ def test_order_of_calls(tmp_path: Path) -> None:
     first, second = Diary(), Diary()
     second.entries = first.entries
     config = tiny_config("mpo", total_frames=100, checkpoint__interval=60, eval__interval=60)
+    assert config.updates_per_batch > 1
     make_run(config, tmp_path, callbacks=[first, second]).train()
     evaluated = column(tmp_path / "eval.csv", "return_mean")
     best = [mean > max(evaluated[:index], default=-np.inf) for index, mean in enumerate(evaluated)]
@@ -103,7 +104,7 @@ def test_order_of_calls(tmp_path: Path) -> None:
     for frames in (20, 40, 60, 80, 100):
         expected.append(("batch", frames))
         if frames >= 40:  # after the warm-up
-            expected.append(("update", frames))
+            expected += [("update", frames)] * config.updates_per_batch
         if frames in (60, 100):
             expected.append(("evaluation", frames))
             expected += [("best", frames)] if best[1 if frames == 60 else 2] else []
