@@ -527,7 +527,7 @@ class MPOLoss(OffPolicyLoss):
             scores["penalty"] = self.policy.bounds_cost(candidates.action).movedim(0, -1)
         samples = TensorDict(
             {
-                "inputs": states.select(*self.actor_network.in_keys),
+                "inputs": states.select(*self._actor_in_keys),
                 "old_policy": self.policy.describe(dist),
                 "basis": TensorDict(candidates.basis, batch_size=value.shape),
                 "scores": TensorDict(scores, batch_size=states.shape),
