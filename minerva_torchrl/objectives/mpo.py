@@ -370,7 +370,7 @@ class MPOLoss(OffPolicyLoss):
                 )
             weights, dual, kl = temperature.weigh(score, log_prior)
             if name == MAIN_OBJECTIVE:
-                metrics |= self._weight_metrics(weights, score, mask)
+                metrics |= self._weight_metrics(weights, samples, mask)
             shown = "q" if name == MAIN_OBJECTIVE else name
             metrics[f"kl_{shown}_rel"] = masked_mean(kl, mask) / temperature.epsilon
             duals[name] = TensorDict({"dual": dual, "kl": kl}, batch_size=mask.shape)
@@ -540,12 +540,15 @@ class MPOLoss(OffPolicyLoss):
         expected_value = torch.where(prior > 0, prior * value, 0.0).sum(-1)
         return samples.set("log_prior", candidates.log_prior).set("expected_value", expected_value)
 
-    def _weight_metrics(self, weights: Tensor, q_value: Tensor, mask: Tensor) -> dict[str, Tensor]:
+    def _weight_metrics(
+        self, weights: Tensor, samples: TensorDictBase, mask: Tensor
+    ) -> dict[str, Tensor]:
+        q_value = samples.get(("scores", MAIN_OBJECTIVE))
         metrics = masked_means(
             {
                 "ess": F.effective_sample_size(weights, sample_dim=-1),
                 "weight_entropy": F.weight_entropy(weights, sample_dim=-1),
-                "q_mean": q_value.mean(-1),
+                "q_mean": samples.get("expected_value"),
             },
             mask,
         )
