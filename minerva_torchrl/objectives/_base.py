@@ -19,6 +19,7 @@ from typing_extensions import Self
 
 from minerva_torchrl.objectives.checks import check_choice, check_positive
 from minerva_torchrl.objectives.duals import Constraint, DualVariable, Temperature
+from minerva_torchrl.objectives.specs import keys_without
 
 _REDUCTIONS = ("mean", "sum", "none")
 _ESTIMATOR_PREFIX = "_value_estimator."
@@ -274,7 +275,17 @@ class DualLossModule(LossModule):
     def _dist(self, states: TensorDictBase, params: TensorDictParams) -> D.Distribution:
         """The policy with some parameters at some states."""
         with params.to_module(self.actor_network, preserve_module_state=False):
-            return self.actor_network.get_dist(states.select(*self.actor_network.in_keys))
+            return self.actor_network.get_dist(states.select(*self._actor_in_keys))
+
+    @property
+    def _actor_in_keys(self) -> list[NestedKey]:
+        """Entries of a state that the actor reads.
+
+        Its ``in_keys`` may also have one that it writes in parts and then reads as a whole, such as
+        the parameters of a ``CompositeDistribution``.
+        """
+        network = self.actor_network
+        return keys_without(tuple(network.in_keys), tuple(network.out_keys))
 
     # Reduction -----------------------------------------------------------------------------------
 
@@ -290,9 +301,11 @@ class DualLossModule(LossModule):
 
     def _priority_weight(self, tensordict: TensorDictBase) -> Tensor | None:
         """Importance weights of prioritised replay, ``[*B]``."""
+        key = self.tensor_keys.priority_weight
         if self.use_prioritized_weights is True:
-            self._check_keys(tensordict, [self.tensor_keys.priority_weight])
-        weights = self._maybe_get_priority_weight(tensordict)
+            self._check_keys(tensordict, [key])
+        # TorchRL's _maybe_get_priority_weight finds no nested entry.
+        weights = tensordict.get(key, None) if self.use_prioritized_weights else None
         return None if weights is None else weights.reshape(tensordict.shape)
 
     def _reduce(self, loss: Tensor, mask: Tensor | None, weights: Tensor | None = None) -> Tensor:
@@ -308,7 +321,8 @@ class DualLossModule(LossModule):
             count: Tensor | int = loss.numel() if mask is None else mask.sum()
         else:
             weights, count = weights.to(loss.dtype), weights.sum()
-            # Where no weight is left, neither is any loss.
+            # Where no weight is left, neither is any loss; the mean of nothing is zero.
+            loss = torch.where(count > 0, loss, 0.0)
             weights = torch.where(count > 0, weights, 1.0)
             reduced = self._reduce_loss(loss, weights=weights)
         return reduced if self.process_group is None else reduced * self._share(loss, count)

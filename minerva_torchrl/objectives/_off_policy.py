@@ -33,7 +33,7 @@ from minerva_torchrl.objectives.critics import (
     make_ensemble,
 )
 from minerva_torchrl.objectives.policies import leaf_distribution, policy_family
-from minerva_torchrl.objectives.specs import resolve_action_spec
+from minerva_torchrl.objectives.specs import action_place, keys_without, resolve_action_spec
 
 _Steps = TypeVar("_Steps", Tensor, TensorDictBase)
 
@@ -101,8 +101,8 @@ class OffPolicyLoss(DualLossModule):
     ) -> None:
         check_choice("qvalue_reduction", qvalue_reduction, ("min", "mean"))
         check_choice("sequence_steps", sequence_steps, ("all", "first"))
-        action_keys = getattr(actor_network, "dist_sample_keys", ["action"])
-        spec = resolve_action_spec(action_spec, actor_network, action_keys[0])
+        action_key = action_place(actor_network)
+        spec = resolve_action_spec(action_spec, actor_network, action_key)
         policy = policy_family(actor_network, spec, per_dim=per_dim_constraining)
         super().__init__(
             reduction=reduction,
@@ -133,11 +133,25 @@ class OffPolicyLoss(DualLossModule):
             compare_against=list(actor_network.parameters()) if separate_losses else None,
         )
         self._make_vmap()
-        self.set_keys(action=action_keys[0], log_prob=actor_network.log_prob_keys[0])
+        self.set_keys(action=action_key, log_prob=actor_network.log_prob_keys[0])
         written = self.qvalue_network.out_keys
-        self._values_all_actions = self.tensor_keys.action_value in written
-        if not self._values_all_actions and self.tensor_keys.state_action_value not in written:
-            self.set_keys(state_action_value=written[0])
+        if self.tensor_keys.state_action_value in written:
+            self._values_all_actions = False
+        elif self.tensor_keys.action_value in written:
+            self._values_all_actions = True
+        else:  # one that reads no action has the values of all
+            reads_action = self._critic_state_keys != list(self.qvalue_network.in_keys)
+            self._values_all_actions = not reads_action
+            name = "state_action_value" if reads_action else "action_value"
+            self.set_keys(**{name: written[0]})
+
+    def __getstate__(self) -> dict[str, Any]:
+        """All but the mapped critic, a function that can't be pickled."""
+        return {**self.__dict__, "_vmap_qvalue_network": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._make_vmap()
 
     def _make_vmap(self) -> None:
         self._vmap_qvalue_network = _vmap_func(
@@ -173,8 +187,12 @@ class OffPolicyLoss(DualLossModule):
     @property
     def _state_keys(self) -> list[NestedKey]:
         """Entries of a state that the networks read."""
-        keys = [*self.actor_network.in_keys, *self.qvalue_network.in_keys]
-        return [key for key in dict.fromkeys(keys) if key != self.tensor_keys.action]
+        return list(dict.fromkeys([*self._actor_in_keys, *self._critic_state_keys]))
+
+    @property
+    def _critic_state_keys(self) -> list[NestedKey]:
+        """Those that the critic reads: all but the action, or an entry that has it inside."""
+        return keys_without(tuple(self.qvalue_network.in_keys), (self.tensor_keys.action,))
 
     @property
     def _corrects_off_policy(self) -> bool:
@@ -245,8 +263,7 @@ class OffPolicyLoss(DualLossModule):
             return network(inputs).get(key).unsqueeze(0)
 
     def _critic_inputs(self, states: TensorDictBase) -> TensorDictBase:
-        keys = [key for key in self.qvalue_network.in_keys if key != self.tensor_keys.action]
-        return states.select(*keys)
+        return states.select(*self._critic_state_keys)
 
     def _target_value(
         self, states: TensorDictBase, action: Tensor, *, candidates: bool = False

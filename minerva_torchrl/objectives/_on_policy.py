@@ -23,7 +23,7 @@ from minerva_torchrl.objectives._base import DualLossModule
 from minerva_torchrl.objectives.checks import check_choice, check_positive, check_value_scale
 from minerva_torchrl.objectives.policies import policy_family
 from minerva_torchrl.objectives.reductions import masked_mean, masked_std
-from minerva_torchrl.objectives.specs import resolve_action_spec
+from minerva_torchrl.objectives.specs import action_place, resolve_action_spec
 
 _ESTIMATOR_ALIASES = {"returns": ValueEstimators.TD1, "dae": ValueEstimators.TD0}
 
@@ -82,8 +82,8 @@ class OnPolicyLoss(DualLossModule):
         reduction: Literal["none", "mean", "sum"] | None,
         scalar_output_mode: Literal["exclude", "non_tensor"] | None,
     ) -> None:
-        action_keys = getattr(actor_network, "dist_sample_keys", ["action"])
-        spec = resolve_action_spec(action_spec, actor_network, action_keys[0])
+        action_key = action_place(actor_network)
+        spec = resolve_action_spec(action_spec, actor_network, action_key)
         policy = policy_family(actor_network, spec, per_dim=per_dim_constraining)
         if not isinstance(critic_network, TensorDictModuleBase):
             raise TypeError(
@@ -110,7 +110,7 @@ class OnPolicyLoss(DualLossModule):
         self.convert_to_functional(critic_network, "critic_network", compare_against=shared)
         device = self._default_device if device is None else device
         self.register_coeff_buffer("critic_coeff", critic_coeff, device=device)
-        self.set_keys(action=action_keys[0], sample_log_prob=actor_network.log_prob_keys[0])
+        self.set_keys(action=action_key, sample_log_prob=actor_network.log_prob_keys[0])
         if self.tensor_keys.value not in critic_network.out_keys:
             self.set_keys(value=critic_network.out_keys[0])
 
@@ -240,7 +240,3 @@ class OnPolicyLoss(DualLossModule):
     @_cache_values
     def _detached_critic_params(self) -> TensorDictParams:
         return self.critic_network_params.detach()
-
-    def _optional_weight(self, tensordict: TensorDictBase, key: NestedKey) -> Tensor | None:
-        weight = tensordict.get(key, None)
-        return None if weight is None else weight.reshape(tensordict.shape)

@@ -88,15 +88,15 @@ def mpo_weights_and_temperature_loss(
                 [0.5000, 0.7311]])
     """
     q_value = q_value.detach()
-    if log_prior is not None:  # what is never taken may have any value
-        q_value = torch.where(log_prior > -math.inf, q_value, -math.inf)
     # Centring keeps the gradient exact in single precision when values are large against eta.
-    best = q_value.amax(sample_dim, keepdim=True)
-    logits = (q_value - best) / temperature
     if log_prior is None:
+        best = q_value.amax(sample_dim, keepdim=True)
+        logits = (q_value - best) / temperature
         log_mean_exp = logits.logsumexp(sample_dim) - math.log(q_value.shape[sample_dim])
-    else:
-        logits = logits.masked_fill(log_prior == -math.inf, 0.0) + log_prior.detach()
+    else:  # what is never taken may have any value
+        never = log_prior == -math.inf
+        best = q_value.masked_fill(never, -math.inf).amax(sample_dim, keepdim=True)
+        logits = (q_value - best).masked_fill(never, 0.0) / temperature + log_prior.detach()
         log_mean_exp = logits.logsumexp(sample_dim)
     weights = logits.detach().softmax(sample_dim)
     loss = temperature * (epsilon + log_mean_exp) + best.squeeze(sample_dim)

@@ -324,7 +324,7 @@ class MPOLoss(OffPolicyLoss):
                 )
             weights, dual, kl = temperature.weigh(score, log_prior)
             if name == MAIN_OBJECTIVE:
-                metrics |= _weight_metrics(weights, score, mask)
+                metrics |= _weight_metrics(weights, samples, mask)
             shown = "q" if name == MAIN_OBJECTIVE else name
             metrics[f"kl_{shown}_rel"] = masked_mean(kl, mask) / temperature.epsilon
             duals[name] = TensorDict({"dual": dual, "kl": kl}, batch_size=mask.shape)
@@ -476,7 +476,7 @@ class MPOLoss(OffPolicyLoss):
             scores["penalty"] = self.policy.bounds_cost(candidates.action).movedim(0, -1)
         samples = TensorDict(
             {
-                "inputs": states.select(*self.actor_network.in_keys),
+                "inputs": states.select(*self._actor_in_keys),
                 "old_policy": self.policy.describe(dist),
                 "basis": TensorDict(candidates.basis, batch_size=value.shape),
                 "scores": TensorDict(scores, batch_size=states.shape),
@@ -504,12 +504,13 @@ class MPOLoss(OffPolicyLoss):
         return {**metrics, **self.policy.metrics(dist, e_step.mask)}
 
 
-def _weight_metrics(weights: Tensor, q_value: Tensor, mask: Tensor) -> dict[str, Tensor]:
-    """Diagnostics of weights and values ``[*S, N]``."""
+def _weight_metrics(weights: Tensor, samples: TensorDictBase, mask: Tensor) -> dict[str, Tensor]:
+    """Diagnostics of the values of candidates and of their weights ``[*S, N]``."""
+    q_value = samples.get(("scores", MAIN_OBJECTIVE))
     of_states = {
         "ess": F.effective_sample_size(weights, sample_dim=-1),
         "weight_entropy": F.weight_entropy(weights, sample_dim=-1),
-        "q_mean": q_value.mean(-1),
+        "q_mean": samples.get("expected_value"),
     }
     return {
         **masked_means(of_states, mask),

@@ -9,26 +9,21 @@ Notation: ``*B`` state dimensions, ``N`` candidates, ``D`` action dimensions, ``
 
 from __future__ import annotations
 
-import functools
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from typing import Any, ClassVar, NamedTuple
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
-from tensordict.nn import (
-    CompositeDistribution,
-    ProbabilisticTensorDictModule,
-    ProbabilisticTensorDictSequential,
-)
+from tensordict.nn import CompositeDistribution
 from torch import Tensor, nn
 from torch import distributions as D
 from torchrl.data.tensor_specs import TensorSpec
-from torchrl.modules import OneHotCategorical, TanhNormal
+from torchrl.modules import MaskedOneHotCategorical, OneHotCategorical, TanhNormal
 
 from minerva_torchrl.objectives import functional as F
 from minerva_torchrl.objectives.reductions import masked_extreme, masked_mean, masked_means
-from minerva_torchrl.objectives.specs import action_bounds
+from minerva_torchrl.objectives.specs import action_bounds, single_distribution
 
 __all__ = [
     "Candidates",
@@ -367,8 +362,10 @@ class Categorical(PolicyFamily):
         """All actions; ``num_samples`` does not matter."""
         logits = self.describe(dist).get("logits")
         num_actions, batch_size = logits.shape[-1], logits.shape[:-1]
-        index = torch.arange(num_actions, device=logits.device)
-        action = nn.functional.one_hot(index, num_actions) if self.one_hot else index
+        if self.one_hot:
+            action = torch.eye(num_actions, dtype=logits.dtype, device=logits.device)
+        else:
+            action = torch.arange(num_actions, device=logits.device)
         action = action.reshape(num_actions, *[1] * len(batch_size), *action.shape[1:])
         action = action.expand(num_actions, *batch_size, *action.shape[1 + len(batch_size) :])
         return Candidates(action, {}, logits.log_softmax(-1))
@@ -437,7 +434,7 @@ def policy_family(
     return family(action_spec, per_dim=per_dim is None or per_dim)
 
 
-_ONE_HOT = (D.OneHotCategorical, OneHotCategorical)
+_ONE_HOT = (D.OneHotCategorical, OneHotCategorical, MaskedOneHotCategorical)
 
 
 def leaf_distribution(dist: D.Distribution) -> Any:
@@ -447,32 +444,13 @@ def leaf_distribution(dist: D.Distribution) -> Any:
     return dist
 
 
-def _distribution_class(actor_network: object) -> type[D.Distribution]:
-    """The class of the only distribution of an actor's last probabilistic module."""
-    if not isinstance(actor_network, ProbabilisticTensorDictSequential):
-        raise TypeError(
-            "actor_network must be a ProbabilisticTensorDictSequential (for example TorchRL's "
-            f"ProbabilisticActor), got {type(actor_network).__name__}."
-        )
-    heads = [m for m in actor_network.modules() if isinstance(m, ProbabilisticTensorDictModule)]
-    made_by: Any = heads[-1].distribution_class
-    arguments = dict(heads[-1].distribution_kwargs or {})
-    if isinstance(made_by, functools.partial):
-        arguments = {**made_by.keywords, **arguments}
-        made_by = made_by.func
-    if made_by is CompositeDistribution:
-        parts = arguments["distribution_map"]
-        if len(parts) != 1:
-            raise NotImplementedError(
-                "the policy's CompositeDistribution must have a single part, "
-                f"got {len(parts)}: {', '.join(map(str, parts))}."
-            )
-        (made_by,) = parts.values()
-        if isinstance(made_by, functools.partial):
-            made_by = made_by.func
-    if not isinstance(made_by, type):  # a factory: see what it makes
-        parameters = TensorDict({key: torch.ones(1) for key in heads[-1].in_keys})
-        made_by = type(heads[-1].get_dist(parameters))
+def _distribution_class(actor_network: Any) -> type[D.Distribution]:
+    """The class of the only distribution of an actor."""
+    made_by, _ = single_distribution(actor_network)
+    if not isinstance(made_by, type):  # a function: see what it makes
+        head = actor_network[-1]
+        parameters = TensorDict({key: torch.ones(1) for key in head.in_keys})
+        made_by = type(head.get_dist(parameters))
     return made_by
 
 

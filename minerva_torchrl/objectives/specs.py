@@ -1,16 +1,81 @@
-"""What the spec of an action says: its size and its bounds."""
+"""What an actor and its spec say of the action: its place, distribution, size and bounds."""
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
-from tensordict import NestedKey
-from tensordict.nn import ProbabilisticTensorDictSequential
+from tensordict import NestedKey, unravel_key
+from tensordict.nn import (
+    CompositeDistribution,
+    ProbabilisticTensorDictModule,
+    ProbabilisticTensorDictSequential,
+)
 from torch import Tensor
 from torchrl.data.tensor_specs import Composite, TensorSpec
 
-__all__ = ["action_bounds", "resolve_action_spec"]
+__all__ = [
+    "action_bounds",
+    "action_place",
+    "is_inside",
+    "keys_without",
+    "resolve_action_spec",
+    "single_distribution",
+]
+
+
+def single_distribution(actor_network: object) -> tuple[Any, NestedKey | None]:
+    """What makes the only distribution of an actor, a class or a function.
+
+    Beside it the name of its sample, if it is the part of a ``CompositeDistribution``.
+    """
+    if not isinstance(actor_network, ProbabilisticTensorDictSequential):
+        raise TypeError(
+            "actor_network must be a ProbabilisticTensorDictSequential (for example TorchRL's "
+            f"ProbabilisticActor), got {type(actor_network).__name__}."
+        )
+    heads = [m for m in actor_network.modules() if isinstance(m, ProbabilisticTensorDictModule)]
+    made_by: Any = heads[-1].distribution_class
+    arguments = dict(heads[-1].distribution_kwargs or {})
+    if isinstance(made_by, functools.partial):
+        arguments = {**made_by.keywords, **arguments}
+        made_by = made_by.func
+    if made_by is not CompositeDistribution:
+        return made_by, None
+    parts = arguments["distribution_map"]
+    if len(parts) != 1:
+        raise NotImplementedError(
+            "the policy's CompositeDistribution must have a single part, "
+            f"got {len(parts)}: {', '.join(map(str, parts))}."
+        )
+    ((name, made_by),) = parts.items()
+    if isinstance(made_by, functools.partial):
+        made_by = made_by.func
+    return made_by, (arguments.get("name_map") or {}).get(name, name)
+
+
+def action_place(actor_network: ProbabilisticTensorDictSequential) -> NestedKey:
+    """Where the data has the action.
+
+    For a ``CompositeDistribution`` that is an entry inside the one that the actor writes, which the
+    critic may read as a whole.
+    """
+    _, part = single_distribution(actor_network)
+    written = actor_network.dist_sample_keys[0]
+    return written if part is None else part if is_inside(part, written) else (written, part)
+
+
+def is_inside(key: NestedKey, outer: NestedKey) -> bool:
+    """Whether an entry is another one, or one of its parts."""
+    path, outer_path = (k if isinstance(k, tuple) else (k,) for k in map(unravel_key, (key, outer)))
+    return path[: len(outer_path)] == outer_path
+
+
+@functools.cache
+def keys_without(keys: tuple[NestedKey, ...], parts: tuple[NestedKey, ...]) -> list[NestedKey]:
+    """Those entries that are none of the given parts and have none of them inside."""
+    return [key for key in keys if not any(is_inside(part, key) for part in parts)]
 
 
 def resolve_action_spec(
@@ -21,7 +86,7 @@ def resolve_action_spec(
     """The spec of the action: the given one, or the one that the actor carries, or ``None``."""
     spec = action_spec if action_spec is not None else getattr(actor_network, "spec", None)
     if isinstance(spec, Composite):
-        spec = spec.get(action_key, None)
+        spec = spec[action_key] if action_key in spec.keys(include_nested=True) else None
     return spec
 
 

@@ -235,7 +235,7 @@ class VMPOLoss(OnPolicyLoss):
 
     def _set_in_keys(self) -> None:
         keys = self.tensor_keys
-        states = [*self.actor_network.in_keys, *self.critic_network.in_keys]
+        states = [*self._actor_in_keys, *self.critic_network.in_keys]
         in_keys = [*states, keys.action]
         if self.old_policy == "stored":
             in_keys += self._old_policy_keys
@@ -295,8 +295,9 @@ class VMPOLoss(OnPolicyLoss):
             0-d metrics.
         """
         keys = self.tensor_keys
-        states = (*self.actor_network.in_keys, *self.critic_network.in_keys)
+        states = (*self._actor_in_keys, *self.critic_network.in_keys)
         self._check_keys(tensordict, dict.fromkeys((*states, keys.action)))
+        self.policy.check_action(keys.action, tensordict.get(keys.action), tensordict.shape)
         # One batch over all processes, of which each keeps its own samples.
         advantage = self._gather(self._advantage(tensordict).flatten())
         valid = self._valid_mask(tensordict)

@@ -96,7 +96,7 @@ class TestCritic:
 
     @pytest.mark.parametrize("num_qvalue_nets", [1, 2])
     def test_inside_a_loss(self, num_qvalue_nets: int, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Shared and repeated observations, in one chunk or several, give the same losses."""
+        """Shared and repeated observations give the same losses."""
         actor = ProbabilisticActor(
             TensorDictModule(GaussianPolicy(3, 2, (8,)), ["observation"], ["loc", "scale"]),
             in_keys=["loc", "scale"],

@@ -66,7 +66,7 @@ class Problem:
         self.policy = Policy()
         self.critics = [Critic() for _ in range(num_critics)]
         defaults = {"num_action_samples": NUM_SAMPLES, "epsilon": 0.1, "init_alpha_stddev": 10.0}
-        kwargs = defaults | kwargs
+        kwargs = defaults | {"scalar_output_mode": "exclude"} | kwargs
         networks = [make_critic(critic) for critic in self.critics]
         self.loss = MPOLoss(make_actor(self.policy), networks, **kwargs).double()
         for dual in self.loss.dual_variables():

@@ -54,6 +54,7 @@ def make_loss(
     actor = make_actor(distribution_class=distribution_class)
     critic: Any = [make_critic(), make_critic()] if critics == "list" else make_critic()
     num_qvalue_nets = 2 if critics == "count" else 1
+    kwargs = {"scalar_output_mode": "exclude"} | kwargs
     loss = MPOLoss(actor, critic, num_qvalue_nets=num_qvalue_nets, **kwargs)
     loss.make_value_estimator(td_est, gamma=0.9)
     return with_updater(loss) if updater else loss
@@ -71,10 +72,10 @@ class TestMPO(LossTestBase):
     loss_parameters: ClassVar = {
         "loss_qvalue": "qvalue_network_params",
         "loss_actor": "actor_network_params",
-        "loss_temperature": "temperature",
-        "loss_alpha_mean": "alpha_mean",
-        "loss_alpha_stddev": "alpha_stddev",
-        "loss_penalty_temperature": "penalty_temperature",
+        "loss_temperature": "duals.temperature",
+        "loss_alpha_mean": "duals.alpha_mean",
+        "loss_alpha_stddev": "duals.alpha_stddev",
+        "loss_penalty_temperature": "duals.penalty_temperature",
     }
 
     def make_loss(self, **kwargs: Any) -> MPOLoss:
@@ -202,7 +203,7 @@ class TestMPO(LossTestBase):
         for randomness in ("same", "different"):
             loss.set_vmap_randomness(randomness)
             assert loss(data).isfinite().all()
-            values[randomness] = loss._q_value(data, data["action"], loss.qvalue_network_params)
+            values[randomness] = loss._online_value(data)
         assert torch.equal(*values["same"])
         assert not torch.isclose(*values["different"]).any()
 
@@ -316,7 +317,7 @@ class TestMPO(LossTestBase):
         state = modules[0].state_dict()
         with pytest.raises(RuntimeError, match="Unexpected key"):
             modules[1].load_state_dict(state | {"loss.unheard_of": torch.ones(())})
-        state.pop("loss.temperature.raw")
+        state.pop("loss.duals.temperature.raw")
         with pytest.raises(RuntimeError, match="Missing key"):
             modules[1].load_state_dict(state)
 
@@ -375,6 +376,8 @@ class TestMPO(LossTestBase):
             "action": "action",
             "value": "state_value",
             "state_action_value": "state_action_value",
+            "action_value": "action_value",
+            "value_target": "value_target",
             "log_prob": "action_log_prob",
             "priority": "td_error",
             "priority_weight": "priority_weight",

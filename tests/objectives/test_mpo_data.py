@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
+from torch import Tensor
 from torchrl.modules import IndependentNormal, TanhNormal
 from torchrl.objectives import ValueEstimators
 
@@ -48,7 +49,7 @@ def make_loss(
     torch.manual_seed(0)
     actor = make_actor(distribution_class=distribution_class)
     kwargs = {"num_action_samples": NUM_SAMPLES, "init_alpha_stddev": 10.0} | kwargs
-    kwargs = {"num_qvalue_nets": 2} | kwargs
+    kwargs = {"num_qvalue_nets": 2, "scalar_output_mode": "exclude"} | kwargs
     loss = with_updater(MPOLoss(actor, make_critic(), **kwargs))
     loss.make_value_estimator(td_est, gamma=0.9)
     with torch.no_grad():
@@ -62,6 +63,12 @@ def without_ends(data: TensorDict) -> TensorDict:
     for key in ("done", "terminated", "truncated"):
         data["next", key].fill_(False)
     return data
+
+
+def next_value(loss: MPOLoss, data: TensorDict) -> Tensor:
+    """Mean target value of the sampled actions at the next states, ``[B, 1]``."""
+    samples = loss._sample(data["next"].select("observation"), NUM_SAMPLES)
+    return samples["scores", "value"].mean(-1, keepdim=True)
 
 
 def losses_of(output: TensorDict) -> TensorDict:
@@ -100,7 +107,10 @@ class TestMPOReduction:
     def test_mpo_scalar_output_mode(self) -> None:
         data = make_transitions(8)
         metrics = set(make_loss().out_keys) - set(LOSSES)
-        for mode, expected in ((None, set()), ("exclude", set()), ("non_tensor", metrics)):
+        with pytest.warns(UserWarning, match=r"leaves out its 0-d metrics.*scalar_output_mode="):
+            loss = make_loss(reduction="none", scalar_output_mode=None)
+        assert loss.scalar_output_mode == "exclude"
+        for mode, expected in (("exclude", set()), ("non_tensor", metrics)):
             loss = make_loss(reduction="none", scalar_output_mode=mode)
             output = run(loss, data.clone())
             assert set(output.keys()) == set(loss.out_keys) == set(LOSSES) | expected
@@ -108,7 +118,7 @@ class TestMPOReduction:
         for key in metrics:
             torch.testing.assert_close(output[key], scalars[key])
         # Without reduction "none" it changes nothing.
-        for mode in ("exclude", "non_tensor"):
+        for mode in (None, "exclude", "non_tensor"):
             assert_equal(run(make_loss(scalar_output_mode=mode), data.clone()), scalars)
 
     def test_mpo_metrics(self) -> None:
@@ -329,13 +339,11 @@ class TestMPOPrioritizedWeights:
     def test_mpo_priority(self) -> None:
         """The priority is the largest error of the ensemble."""
         loss, data = make_loss(), make_transitions(8)
-        e_step = loss.e_step(data)
-        loss.qvalue_loss(data, e_step)
-        terminated = data["next", "terminated"]
-        target = data["next", "reward"] + 0.9 * torch.where(terminated, 0.0, e_step.next_value)
-        action = data["action"].clamp(-1, 1)
-        q_value = loss._q_value(data, action, loss.qvalue_network_params)
-        error = (q_value - target.squeeze(-1)).abs().amax(0)
+        loss.policy._draw_noise = InjectedNoise(*[torch.randn(NUM_SAMPLES, 8, ACTION_DIM)] * 2)
+        loss.qvalue_loss(data)
+        bootstrap = torch.where(data["next", "terminated"], 0.0, next_value(loss, data))
+        target = data["next", "reward"] + 0.9 * bootstrap
+        error = (loss._online_value(data) - target.squeeze(-1)).abs().amax(0)
         torch.testing.assert_close(data["td_error"], error.detach())
 
 
@@ -409,13 +417,12 @@ class TestMPOEnds:
         """Transitions over n steps bootstrap with gamma**n."""
         loss, data = make_loss(), make_transitions(8)
         data["steps_to_next_obs"] = torch.full((8, 1), n)
-        e_step = loss.e_step(data)
-        loss.qvalue_loss(data, e_step)
-        bootstrap = torch.where(data["next", "terminated"], 0.0, e_step.next_value)
+        draws = [torch.randn(NUM_SAMPLES, 8, ACTION_DIM)] * 4
+        loss.policy._draw_noise = InjectedNoise(*draws)
+        loss.qvalue_loss(data)
+        bootstrap = torch.where(data["next", "terminated"], 0.0, next_value(loss, data))
         target = data["next", "reward"] + 0.9**n * bootstrap
-        action = data["action"].clamp(-1, 1)
-        q_value = loss._q_value(data, action, loss.qvalue_network_params)
-        error = (q_value - target.squeeze(-1)).abs().amax(0)
+        error = (loss._online_value(data) - target.squeeze(-1)).abs().amax(0)
         torch.testing.assert_close(data["td_error"], error.detach())
         if n == 1:
             expected = run(loss, data.exclude("steps_to_next_obs"))

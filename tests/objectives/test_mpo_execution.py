@@ -54,7 +54,7 @@ def test_mpo_meta(policy_states: Any, td_est: Any) -> None:
         {"temperature_update": "solve"},
         {"skip_done_states": True},
         {"sequence_steps": "first"},
-        {"reduction": "none"},
+        {"reduction": "none", "scalar_output_mode": "exclude"},
         {"per_dim_constraining": False},
     ],
     ids=str,

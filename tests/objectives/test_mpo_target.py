@@ -45,9 +45,10 @@ class TestMPOTarget:
         """The target is that of the estimator by itself with the target networks."""
         problem = Problem("retrace", num_critics=num_critics, lmbda=0.8, reduction="none")
         loss, data = problem.loss, make_data(4, 5)
-        loss.policy._draw_noise = InjectedNoise(*make_noise(1, NUM_SAMPLES, 4, 5))
-        e_step = loss.e_step(data)
-        loss_qvalue, _ = loss.qvalue_loss(data, e_step)
+        noise = make_noise(NUM_SAMPLES, 4, 5)
+        loss.policy._draw_noise = InjectedNoise(noise)
+        loss_qvalue, _ = loss.qvalue_loss(data)
+        next_q_value = problem.at_states(data["next", "observation"], noise)[0]
 
         class Smallest(nn.Module):
             def forward(self, observation: Tensor, action: Tensor) -> Tensor:
@@ -60,7 +61,8 @@ class TestMPOTarget:
             actor_network=make_actor(problem.target_policy),
         )
         estimator.set_keys(sample_log_prob="action_log_prob")
-        target = estimator.value_estimate(data, next_value=e_step.next_value).squeeze(-1)
+        next_value = next_q_value.mean(0).unsqueeze(-1)
+        target = estimator.value_estimate(data, next_value=next_value).squeeze(-1)
         error = problem.q_value(data, data["action"]) - target
         torch.testing.assert_close(loss_qvalue, error.square().sum(0))
         torch.testing.assert_close(data["td_error"], error.abs().amax(0).detach())
@@ -77,9 +79,11 @@ class TestMPOTarget:
         """TD(lambda) over sequences, by the recursion."""
         problem = Problem(ValueEstimators.TDLambda, lmbda=0.8, reduction="none")
         loss, data = problem.loss, make_data(4, 5)
-        e_step = loss.e_step(data)
-        loss_qvalue, _ = loss.qvalue_loss(data, e_step)
-        reward, next_value = data["next", "reward"].squeeze(-1), e_step.next_value.squeeze(-1)
+        noise = make_noise(NUM_SAMPLES, 4, 5)
+        loss.policy._draw_noise = InjectedNoise(noise)
+        loss_qvalue, _ = loss.qvalue_loss(data)
+        next_value = problem.at_states(data["next", "observation"], noise)[0].mean(0)
+        reward = data["next", "reward"].squeeze(-1)
         done, terminated = (data["next", key].squeeze(-1) for key in ("done", "terminated"))
         targets, following = [], next_value[:, -1]
         for t in reversed(range(5)):

@@ -9,31 +9,27 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch import distributions as D
-from torchrl.data import Bounded, Unbounded
+from torchrl.data import Unbounded
 
 from minerva_torchrl import VMPOLoss
-from minerva_torchrl.objectives.popart import PopArtHead, popart_update_
 from tests.objectives.base import ACTION_DIM, OBSERVATION_DIM, assert_equal, gradients, total_loss
 from tests.objectives.vmpo_problem import (
     CONTINUOUS,
     CRITIC_DISTANCES,
     DISCRETE,
-    GAMMA,
     KINDS,
     NUM_ACTIONS,
     Constant,
     Problem,
     column,
-    connected,
     constant_loss,
     losses_of,
     make_actor,
     make_critic,
     make_loss,
-    make_padded,
     make_rollout,
-    make_worked_rollout,
     parameter_names,
+    weights_of,
     with_advantage,
     with_weights,
     worked_data,
@@ -71,9 +67,10 @@ def test_vmpo_numerical_contract(
     problem = Problem(kind, **kwargs)
     data = with_weights(problem.data(), *weights)
     expected = problem.reference(data)
-    e_step = problem.loss.e_step(data)
+    e_step = problem.loss.e_step(data)[0]["e_step"]
     temperature = problem.temperature(data)
-    torch.testing.assert_close(e_step.weights.flatten(), problem.weigh(data, temperature))
+    weights = e_step.policy_weight.flatten() / data.numel()
+    torch.testing.assert_close(weights, problem.weigh(data, temperature))
     torch.testing.assert_close(e_step.selected.flatten(), problem.select(data)[1])
     output = problem.loss(data)
     assert set(losses_of(output)) == set(expected)
@@ -95,7 +92,7 @@ def test_vmpo_worked_example_continuous() -> None:
     output = loss(data)
     exp, log = math.exp, math.log
     w = exp(2) / (exp(2) + exp(1))  # 4 / 2 and 2 / 2
-    assert loss.e_step(data).weights.tolist() == pytest.approx([0, w, 1 - w, 0])
+    assert weights_of(loss, data).tolist() == pytest.approx([0, w, 1 - w, 0])
 
     def nll(x: float) -> float:
         return 0.5 * ((x - 0.5) / 2) ** 2 + log(2) + 0.5 * log(2 * math.pi)
@@ -168,17 +165,17 @@ class TestVMPOEStep:
         """They sum to one over the best floor(fraction n) samples, at least one, and rise."""
         loss = make_loss(temperature_update=temperature_update, top_k_fraction=fraction)
         data = with_advantage(make_rollout("normal", 3, 5))
-        e_step = loss.e_step(data)
+        weights, selected = weights_of(loss, data), loss.e_step(data)[0]["e_step"].selected
         count = max(1, math.floor(fraction * 15))
         best = data["advantage"].flatten().argsort(descending=True)
-        in_order = e_step.weights.flatten()[best]
-        assert e_step.weights.shape == (3, 5)
-        assert not e_step.weights.requires_grad
+        in_order = weights.flatten()[best]
+        assert weights.shape == (3, 5)
+        assert not weights.requires_grad
         assert in_order.sum().item() == pytest.approx(1.0)
         assert (in_order[:count] > 0).all()
         assert (in_order[count:] == 0).all()
         assert (in_order.diff() <= 0).all()
-        assert torch.equal(e_step.selected, e_step.weights > 0)
+        assert torch.equal(selected, weights > 0)
         assert loss(data)["selected_fraction"].item() == pytest.approx(count / 15)
 
     @pytest.mark.parametrize("temperature_update", UPDATES)
@@ -187,7 +184,7 @@ class TestVMPOEStep:
         loss = make_loss(temperature_update=temperature_update)
         data = with_advantage(make_rollout("normal", 6))
         data["advantage"] = column(3, 1, 1, 1, 1, 0).float()
-        weights = loss.e_step(data).weights
+        weights = weights_of(loss, data)
         assert (weights > 0).tolist() == [True] * 5 + [False]
         assert len(set(weights[1:5].tolist())) == 1
         assert weights.sum().item() == pytest.approx(1.0)
@@ -213,7 +210,7 @@ class TestVMPOEStep:
         data["advantage"] = torch.arange(10.0).unsqueeze(-1)
         data["restarting_weight"] = torch.ones(10, 1)
         data["restarting_weight"][[9, 7]] = 0.0
-        weights = loss.e_step(data).weights
+        weights = weights_of(loss, data)
         assert weights.nonzero().flatten().tolist() == [5, 6, 8]
         output = loss(data)
         assert output["restarting_fraction"].item() == pytest.approx(0.2)
@@ -228,7 +225,7 @@ class TestVMPOEStep:
         loss = make_loss(kind, init_temperature=3.0, **settings)
         data = with_advantage(make_rollout(kind))
         data["restarting_weight"] = torch.zeros(4, 5)
-        assert (loss.e_step(data).weights == 0).all()
+        assert (weights_of(loss, data) == 0).all()
         output = loss(data)
         assert output["cross_entropy"] == output["loss_temperature"] == 0
         assert output["temperature"].item() == pytest.approx(3.0)
@@ -254,7 +251,7 @@ class TestVMPOEStep:
         loss = make_loss(temperature_update=temperature_update)
         before = loss.temperature().item()
         output = loss(data)
-        assert (loss.e_step(data).weights == 0).all()
+        assert (weights_of(loss, data) == 0).all()
         assert {key: value.item() for key, value in output.items() if not value.isfinite()} == {}
         assert loss.temperature().item() == pytest.approx(before)
 
@@ -262,16 +259,16 @@ class TestVMPOEStep:
         """Twice the importance is twice the weight; the scale of all of them is of no effect."""
         loss = make_loss(temperature_update="gradient", top_k_fraction=1.0)
         data = with_advantage(make_rollout("normal", 6))
-        plain = loss.e_step(data)
+        plain = weights_of(loss, data)
         data["importance_weight"] = torch.tensor([2.0, 1.0, 1.0, 1.0, 0.0, 1.0])
-        weighted = loss.e_step(data).weights
-        ratio = weighted / plain.weights
+        weighted = weights_of(loss, data)
+        ratio = weighted / plain
         torch.testing.assert_close(ratio[[0, 2, 3, 5]], ratio[1] * torch.tensor([2.0, 1, 1, 1]))
         assert weighted[4] == 0
         assert weighted.sum().item() == pytest.approx(1.0)
         assert loss(data)["importance_mean"].item() == pytest.approx(1.0)
         data["importance_weight"] *= 10
-        torch.testing.assert_close(loss.e_step(data).weights, weighted)
+        torch.testing.assert_close(weights_of(loss, data), weighted)
 
     @pytest.mark.parametrize("temperature_update", UPDATES)
     def test_standardisation(self, temperature_update: Any) -> None:
@@ -280,11 +277,12 @@ class TestVMPOEStep:
         scaled = data.clone().set("advantage", 100 * data["advantage"] - 30)
         for normalize in (True, False):
             kwargs = {"normalize_advantage": normalize, "temperature_update": temperature_update}
-            a, b = (make_loss(**kwargs).e_step(td) for td in (data, scaled))
-            same = torch.allclose(a.weights, b.weights, atol=1e-5)
+            a, b = (weights_of(make_loss(**kwargs), td) for td in (data, scaled))
+            same = torch.allclose(a, b, atol=1e-5)
             # A solved temperature follows the scale by itself.
             assert same is (normalize or temperature_update == "solve")
-        torch.testing.assert_close(b.metrics["advantage_mean"], scaled["advantage"].mean())
+        _, metrics = make_loss().e_step(scaled)
+        torch.testing.assert_close(metrics["advantage_mean"], scaled["advantage"].mean())
 
     @pytest.mark.parametrize("weights", [(), ("restarting_weight",), ("importance_weight",)])
     def test_solver_meets_the_bound(self, weights: tuple[str, ...]) -> None:
@@ -293,7 +291,7 @@ class TestVMPOEStep:
             data = with_weights(with_advantage(make_rollout("normal", 8, 16)), *weights)
             for scale in (1.0, 1e-3, 1e3):
                 scaled = data.clone().set("advantage", scale * data["advantage"])
-                metrics = loss.e_step(scaled).metrics
+                _, metrics = loss.e_step(scaled)
                 assert metrics["kl_q_rel"].item() == pytest.approx(1.0, abs=1e-3)
 
     @pytest.mark.parametrize(
@@ -356,9 +354,9 @@ class TestVMPOMStep:
             full = make_loss(kind, per_dim_constraining=False)
             data = with_advantage(make_rollout(kind))
             output, summed = loss(data), full(data)
-            m_step = loss.m_step(data, loss.e_step(data))
+            divergences = loss._m_step(loss.e_step(data)[0])[-1]
             for name in ("mean", "stddev"):
-                dual, kl = getattr(loss, f"alpha_{name}"), m_step.divergences[name]
+                dual, kl = getattr(loss, f"alpha_{name}"), divergences[name]
                 assert dual().shape == (ACTION_DIM,)
                 assert kl.shape == (4, 5, ACTION_DIM)
                 (gradient,) = torch.autograd.grad(output[f"loss_alpha_{name}"], dual.raw)
@@ -408,188 +406,3 @@ class TestVMPOMStep:
                 assert value.item() == pytest.approx(0.0, abs=1e-6), key
         grads = gradients(loss, loss_of_same["loss_actor"] - loss_of_same["cross_entropy"])
         assert any(g.any() for g in grads.values())  # of the likelihood
-
-
-# Advantages --------------------------------------------------------------------------------------
-
-
-class TestVMPOEstimators:
-    def test_worked_returns(self) -> None:
-        """Rewards and ends of two environments over three steps, by hand."""
-        loss, rollout, value = make_worked_rollout()
-        loss.make_value_estimator("returns", gamma=0.9)
-        loss(rollout)
-        expected = torch.tensor([[3.88, 1.10], [3.20, -1], [3, 0.72]]).T.unsqueeze(-1)
-        torch.testing.assert_close(rollout["value_target"], expected)
-        torch.testing.assert_close(rollout["advantage"], expected - value)
-
-    @pytest.mark.parametrize(
-        ("td_est", "lmbda"),
-        [("gae", 0.8), ("td0", 0.0), ("dae", 0.0), ("returns", 1.0), ("tdlambda", 0.8)],
-    )
-    def test_recursion(self, td_est: str, lmbda: float) -> None:
-        """A truncation cuts the trace and bootstraps; a termination cuts without."""
-        problem = Problem()
-        settings = {"lmbda": lmbda} if td_est in ("gae", "tdlambda") else {}
-        problem.loss.make_value_estimator(td_est, gamma=GAMMA, **settings)
-        data = connected(make_rollout("normal", 3, 12, dtype=torch.float64))
-        following = data["next"]
-        assert (following["done"] & ~following["terminated"]).any()
-        problem.loss(data)
-        value, target = problem.lambda_return(data, lmbda)
-        torch.testing.assert_close(data["value_target"], target)
-        torch.testing.assert_close(data["advantage"], target - value)
-
-    @pytest.mark.parametrize(("lmbda", "same_as"), [(0.0, "td0"), (1.0, "returns")])
-    def test_gae_limits(self, lmbda: float, same_as: str) -> None:
-        for kind in KINDS:
-            gae = make_loss(kind, "gae", estimator={"lmbda": lmbda})
-            data = connected(make_rollout(kind, 3, 12))
-            assert_equal(gae(data.clone()), make_loss(kind, same_as)(data), rtol=1e-4)
-
-
-# Masks -------------------------------------------------------------------------------------------
-
-
-class TestVMPOMask:
-    """Steps that pad a batch change nothing."""
-
-    @pytest.mark.parametrize("fraction", [0.5, 1.0])
-    @pytest.mark.parametrize("kl_samples", ["all", "selected"])
-    @pytest.mark.parametrize("fill", ["nan", "zero"])
-    @pytest.mark.parametrize("kind", KINDS)
-    def test_mask(self, kind: str, fill: str, kl_samples: Any, fraction: float) -> None:
-        flat, padded = make_padded(kind, fill)
-        settings = {"kl_samples": kl_samples, "top_k_fraction": fraction}
-        first, second = make_loss(kind, **settings), make_loss(kind, **settings)
-        expected = first(flat)
-        weights = second.e_step(padded).weights
-        assert (weights[0, 3:] == 0).all()
-        torch.testing.assert_close(weights[padded["collector", "mask"]], first.e_step(flat).weights)
-        assert_equal(losses_of(second(padded)), losses_of(expected))
-        elements = make_loss(kind, reduction="none", **settings)(padded)
-        for key in set(elements.keys()) - {"loss_temperature"}:
-            assert (elements[key][0, 3:] == 0).all(), key
-            torch.testing.assert_close(elements[key].sum() / 8, expected[key])
-
-    @pytest.mark.parametrize("fill", ["nan", "zero"])
-    @pytest.mark.parametrize("kind", KINDS)
-    def test_mask_gradients(self, kind: str, fill: str) -> None:
-        flat, padded = make_padded(kind, fill)
-        first, second = (make_loss(kind, top_k_fraction=1.0) for _ in range(2))
-        for key in losses_of(first(flat)):
-            if key != "loss_temperature":
-                actual = gradients(second, second(padded)[key])
-                assert_equal(actual, gradients(first, first(flat)[key]))
-
-    @pytest.mark.parametrize("fill", ["nan", "zero"])
-    @pytest.mark.parametrize("kind", KINDS)
-    def test_mask_metrics(self, kind: str, fill: str) -> None:
-        flat, padded = make_padded(kind, fill)
-        first, second = (make_loss(kind, top_k_fraction=1.0) for _ in range(2))
-        assert_equal(second(padded), first(flat))
-
-    def test_mask_key(self) -> None:
-        """The mask can have another name, or be ignored."""
-        flat, padded = make_padded("normal", "nan")
-        padded["valid"] = padded["collector"].pop("mask")
-        loss = make_loss(top_k_fraction=1.0)
-        loss.loss_mask_key = "valid"
-        assert_equal(losses_of(loss(padded)), losses_of(make_loss(top_k_fraction=1.0)(flat)))
-        loss.loss_mask_key = None
-        assert not loss(padded)["loss_critic"].isfinite()
-
-
-# Critic and metrics ------------------------------------------------------------------------------
-
-
-class TestVMPOCritic:
-    @pytest.mark.parametrize("loss_critic_type", CRITIC_DISTANCES)
-    def test_value_clipping(self, loss_critic_type: Any) -> None:
-        """The larger of the errors of the value and of the clipped value, by hand."""
-        problem = Problem(clip_value=0.2, loss_critic_type=loss_critic_type)
-        data = problem.data()
-        with pytest.raises(ValueError, match=r"needs the entries \['state_value'\]"):
-            problem.loss(data)
-        value, target = problem.critic(data["observation"]), data["value_target"]
-        old = data["state_value"] = value.detach() + 0.4 * torch.randn_like(value)
-        near = (value - old).abs() < 0.2
-        clipped = torch.where(near, value, old + 0.2 * (value.detach() - old).sign())
-        distance = CRITIC_DISTANCES[loss_critic_type]
-        errors, clipped_errors = distance(value - target), distance(clipped - target)
-        gains = (clipped_errors > errors) & ~near
-        assert gains.any()
-        assert ((clipped_errors < errors) & ~near).any()
-        expected = 0.5 * torch.where(gains, clipped_errors, errors).mean()
-        actual = problem.loss(data)["loss_critic"]
-        torch.testing.assert_close(actual, expected)
-        assert_equal(gradients(problem.loss, actual), gradients(problem.loss, expected))
-
-    @pytest.mark.parametrize("clip_value", [None, 0.1])
-    def test_popart(self, clip_value: float | None) -> None:
-        """The error is on the normalised scale; everything read and written is in real units."""
-        torch.manual_seed(0)
-        head = PopArtHead(OBSERVATION_DIM, step_size=1.0)
-        critic = make_critic(head)
-        loss = VMPOLoss(make_actor("normal"), critic, clip_value=clip_value)
-        loss.make_value_estimator("gae", gamma=GAMMA)
-        data = make_rollout()
-        data["next", "reward"] = 1000 * data["next", "reward"] + 300
-        loss.value_estimator(data, params=loss.critic_network_params.detach())
-        popart_update_(loss, data["value_target"])
-        assert head.scale > 100
-        value, target = critic(data.select("observation"))["state_value"], data["value_target"]
-        old = data["state_value"] = value.detach() + head.scale * torch.randn_like(value)
-        value, target, old = ((x - head.mean) / head.scale for x in (value, target, old))
-        error = (value - target).square()
-        if clip_value is not None:
-            moved = (value - old).clamp(-0.1, 0.1)
-            error = torch.maximum(error, (old + moved - target).square())
-        output = loss(data)
-        torch.testing.assert_close(output["loss_critic"], 0.5 * error.mean())
-        assert_equal(
-            gradients(loss, output["loss_critic"]), gradients(loss, 0.5 * error.mean()), rtol=1e-4
-        )
-        real = data["value_target"]
-        torch.testing.assert_close(output["value_target_mean"], real.mean())
-        torch.testing.assert_close(output["value_target_std"], real.std(correction=0))
-
-
-class TestVMPOMetrics:
-    @pytest.mark.parametrize("kind", KINDS)
-    def test_metrics(self, kind: str) -> None:
-        problem = Problem(kind, kl_samples="selected")
-        loss, data = problem.loss, with_weights(problem.data(), "restarting_weight")
-        output = loss(data)
-        for key, value in output.items():
-            assert value.shape == (), key
-            assert not (value.requires_grad and not key.startswith("loss_")), key
-        expected = problem.metrics(data)
-        for key, value in expected.items():
-            assert output[key].item() == pytest.approx(value.item(), rel=1e-6), key
-
-    @pytest.mark.parametrize(
-        ("kind", "spec", "share"),
-        [
-            *((kind, Bounded(-1.0, 1.0, (2,)), 5 / 8) for kind in CONTINUOUS),
-            # A dimension may be without bounds, or have one only.
-            ("normal", Bounded(*torch.tensor([[-1.0, -math.inf], [1.0, math.inf]])), 2 / 8),
-            ("normal", Bounded(*torch.tensor([[-1.0, -1.0], [math.inf, 1.0]])), 4 / 8),
-            ("normal", None, None),
-        ],
-        ids=["normal", "tanh", "one dimension bounded", "one bound", "no bounds"],
-    )
-    def test_saturation(self, kind: str, spec: Any, share: float | None) -> None:
-        """The share of deterministic actions that are at a bound or beyond, by dimension."""
-        action = torch.tensor([[0.0, 2.0], [-1.0, 0.98], [0.5, -0.995], [3.0, -4.0]])
-        loc = action if kind == "normal" else action.clamp(-0.999, 0.999).atanh()
-
-        class Lookup(nn.Linear):
-            def forward(self, observation: Tensor) -> tuple[Tensor, Tensor]:
-                return loc + 0 * super().forward(observation), torch.ones_like(loc)
-
-        actor = make_actor(kind, Lookup(OBSERVATION_DIM, 2), spec=None)
-        loss = VMPOLoss(actor, make_critic(), action_spec=spec)
-        output = loss(with_advantage(make_rollout(kind, 4)))
-        assert ("saturation" in output.keys()) is ("saturation" in loss.out_keys)
-        assert output.get("saturation", None) == share

@@ -109,6 +109,7 @@ def make_loss(
     **kwargs: Any,
 ) -> VMPOLoss:
     torch.manual_seed(seed)
+    kwargs = {"scalar_output_mode": "exclude"} | kwargs
     loss = VMPOLoss(make_actor(kind), make_critic(), **kwargs)
     return loss.make_value_estimator(td_est, gamma=GAMMA, **(estimator or {}))
 
@@ -200,6 +201,12 @@ def loss_keys(kind: str) -> list[str]:
     constraints = ["mean", "stddev"] if kind in CONTINUOUS else ["policy"]
     losses = ["loss_actor", "loss_critic", "loss_temperature"]
     return [*losses, *(f"loss_alpha_{name}" for name in constraints)]
+
+
+def weights_of(loss: VMPOLoss, data: TensorDict) -> Tensor:
+    """Weights of the samples by the E-step, which sum to one."""
+    e_step = loss.e_step(data)[0]["e_step"]
+    return e_step.policy_weight / e_step.mask.sum()
 
 
 def losses_of(output: TensorDict) -> dict[str, Tensor]:
@@ -363,10 +370,14 @@ class Problem:
                 action = loc.tanh() if self.kind == "tanh" else loc
                 expected |= {"stddev_min": scale.min(), "stddev_max": scale.max()}
                 expected["mean_abs_action"] = action.abs().mean()
-                base = D.Normal(loc.flatten(0, 1), scale.flatten(0, 1))
-                expected["entropy"] = base.entropy().sum(-1)[selected].mean()
+                expected["entropy"] = D.Normal(loc, scale).entropy().sum(-1).mean()
+                expected["saturation"] = (action.abs() >= 0.99).double().mean()
+                if self.kind == "normal":
+                    expected["out_of_bounds"] = (action.abs() > 1).double().mean()
             else:
-                expected["entropy"] = new.entropy()[selected].mean()
+                expected["entropy"] = new.entropy().mean()
+            expected["cross_entropy"] = -(weights * self.log_prob(data, new)).sum()
+            expected["kl_q_rel"] = self.divergence(data, temperature) / self.loss.epsilon
         return expected
 
 

@@ -1,0 +1,189 @@
+"""Temperatures and constraints: dual variables together with their bounds."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from minerva_torchrl.objectives import functional as F
+from minerva_torchrl.objectives.duals import Constraint, Temperature
+
+STATES, CANDIDATES = 6, 9
+PRIORS = ["none", "prior", "impossible"]
+
+
+def _randn(seed: int, *shape: int) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def make_temperature(init: float = 0.7, epsilon: float = 0.1, **kwargs: Any) -> Temperature:
+    temperature = Temperature(init, epsilon, **kwargs).double()
+    temperature.reset_parameters()
+    return temperature
+
+
+def make_prior(kind: str) -> Tensor | None:
+    if kind == "none":
+        return None
+    log_prior = _randn(1, STATES, CANDIDATES)
+    if kind == "impossible":
+        log_prior[:, 3] = log_prior[0, 5] = -math.inf
+    return log_prior.log_softmax(-1)
+
+
+# Temperature -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("prior", PRIORS)
+@pytest.mark.parametrize("init", [0.05, 0.7, 20.0])
+def test_temperature_loss_is_the_dual_with_its_gradient(init: float, prior: str) -> None:
+    """No graph through the weights is needed: the gradient is that of autograd through the dual."""
+    temperature, scores, log_prior = (
+        make_temperature(init),
+        _randn(0, STATES, CANDIDATES),
+        make_prior(prior),
+    )
+    weights, dual, kl = temperature.weigh(scores, log_prior)
+    of_states = torch.rand(STATES).double()  # as masks and priorities weigh the states
+    by_kl = temperature.loss(dual, kl)
+    expected_weights, by_dual = F.mpo_weights_and_temperature_loss(
+        scores, temperature(), temperature.epsilon, log_prior=log_prior, sample_dim=-1
+    )
+    torch.testing.assert_close(weights, expected_weights, rtol=0, atol=0)
+    torch.testing.assert_close(by_kl, by_dual, rtol=1e-12, atol=1e-12)
+    slopes = [
+        torch.autograd.grad((of_states * loss).sum(), temperature.raw)[0]
+        for loss in (by_kl, by_dual)
+    ]
+    torch.testing.assert_close(*slopes, rtol=1e-12, atol=1e-12)
+    assert slopes[0] != 0
+
+
+@pytest.mark.parametrize("prior", PRIORS)
+def test_temperature_weigh(prior: str) -> None:
+    temperature, scores, log_prior = (
+        make_temperature(),
+        _randn(0, STATES, CANDIDATES),
+        make_prior(prior),
+    )
+    weights, dual, kl = temperature.weigh(scores.requires_grad_(), log_prior)
+    assert not any(x.requires_grad for x in (weights, dual, kl))
+    torch.testing.assert_close(weights.sum(-1), torch.ones(STATES).double())
+    logits = scores.detach() / temperature().detach()
+    logits = logits if log_prior is None else logits + log_prior
+    torch.testing.assert_close(weights, logits.softmax(-1))
+    prior_probability = torch.full_like(weights, 1 / CANDIDATES)
+    if log_prior is not None:
+        prior_probability = log_prior.exp()
+        assert (weights[prior_probability == 0] == 0).all()
+    taken = weights > 0
+    ratio = torch.where(taken, weights / prior_probability, 1.0)
+    torch.testing.assert_close(kl, (weights * ratio.log()).sum(-1))
+    mean_exp = (prior_probability * (scores.detach() / temperature().detach()).exp()).sum(-1)
+    torch.testing.assert_close(dual, temperature().detach() * (0.1 + mean_exp.log()))
+
+
+def test_temperature_rises_while_the_weights_are_beyond_the_bound() -> None:
+    scores = _randn(0, STATES, CANDIDATES)
+    for init, sign in ((0.05, -1), (20.0, 1)):
+        temperature = make_temperature(init)
+        _, dual, kl = temperature.weigh(scores)
+        temperature.loss(dual, kl).mean().backward()
+        assert temperature.raw.grad.sign() == sign
+        assert (kl.mean() > temperature.epsilon).item() is (sign < 0)
+
+
+def test_temperature_solved() -> None:
+    """A solved temperature meets its bound and takes no gradient."""
+    temperature, scores = make_temperature(solved=True), _randn(0, STATES, CANDIDATES)
+    log_prior = make_prior("impossible")
+    settings = {"sample_dim": -1, "log_prior": log_prior}
+    temperature.solve_(scores, temperature.epsilon, **settings)
+    _, dual, kl = temperature.weigh(scores, log_prior)
+    torch.testing.assert_close(kl.mean(), temperature.epsilon, rtol=0, atol=1e-9)
+    assert not temperature.loss(dual, kl).requires_grad
+    assert not temperature.raw.requires_grad
+    assert make_temperature().raw.requires_grad
+
+
+def test_temperature_solve_without_any_state() -> None:
+    temperature = make_temperature(0.7, solved=True)
+    nothing = torch.zeros(STATES, dtype=torch.bool)
+    scores = torch.full((STATES, CANDIDATES), math.nan).double()
+    temperature.solve_(scores, temperature.epsilon, sample_dim=-1, mask=nothing)
+    assert temperature().item() == pytest.approx(0.7)
+
+
+def test_temperature_bound_is_a_buffer() -> None:
+    """It is saved with the variable and can be scheduled."""
+    temperature, scores = Temperature(1.0, 0.1), _randn(0, STATES, CANDIDATES).float()
+    assert list(temperature.state_dict()) == ["raw", "epsilon"]
+    slopes = []
+    for epsilon in (0.1, 0.5):
+        temperature.epsilon.fill_(epsilon)
+        _, dual, kl = temperature.weigh(scores)
+        slopes += torch.autograd.grad(temperature.loss(dual, kl).mean(), temperature.raw)
+    slope_of_softplus = temperature.raw.sigmoid().detach()
+    torch.testing.assert_close(slopes[1] - slopes[0], 0.4 * slope_of_softplus)
+    other = Temperature(2.0, 0.3)
+    other.load_state_dict(temperature.state_dict())
+    assert other.epsilon.item() == pytest.approx(0.5)
+    assert torch.equal(other(), temperature())
+
+
+# Constraint --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(), (3,)])
+def test_constraint_losses(shape: tuple[int, ...]) -> None:
+    """Both sides are summed over dimensions, each with the other held fixed."""
+    constraint = Constraint(4.0, 0.2, shape).double()
+    constraint.reset_parameters()
+    kl = torch.tensor([[0.5, 0.1, 0.3], [0.7, 0.0, 0.2]], dtype=torch.float64, requires_grad=True)
+    if not shape:
+        kl = kl.detach().sum(-1, keepdim=True).requires_grad_()
+    penalty, loss = constraint.losses(kl)
+    assert penalty.shape == loss.shape == (2,)
+    torch.testing.assert_close(penalty.tolist(), [4 * 0.9, 4 * 0.9])
+    bounds = 3 * 0.2 if shape else 0.2
+    torch.testing.assert_close(loss.tolist(), [4 * (bounds - 0.9)] * 2, rtol=1e-6, atol=1e-6)
+    by_kl, by_raw = torch.autograd.grad(penalty.sum(), (kl, constraint.raw), allow_unused=True)
+    torch.testing.assert_close(by_kl, torch.full_like(kl, 4.0))
+    assert by_raw is None
+    by_kl, by_raw = torch.autograd.grad(loss.mean(), (kl, constraint.raw), allow_unused=True)
+    assert by_kl is None
+    # It falls where the divergence is within the bound, and rises where it is not.
+    expected = (0.2 - kl.detach().mean(0)) * constraint.raw.detach().sigmoid()
+    torch.testing.assert_close(by_raw, expected.reshape(shape), rtol=1e-6, atol=1e-8)
+    assert list(constraint.state_dict()) == ["raw", "epsilon"]
+
+
+@pytest.mark.parametrize("make", [Temperature, Constraint])
+@pytest.mark.parametrize(
+    ("epsilon", "error", "message"),
+    [
+        (0.0, ValueError, "epsilon must be positive and finite, got 0.0"),
+        (-0.1, ValueError, "epsilon must be positive and finite, got -0.1"),
+        (math.nan, ValueError, "epsilon must be positive and finite, got nan"),
+        ("0.1", TypeError, "epsilon must be a number, got str"),
+        (None, TypeError, "epsilon must be a number, got NoneType"),
+    ],
+)
+def test_rejects_bounds(make: Any, epsilon: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        make(1.0, epsilon)
+
+
+def test_on_meta() -> None:
+    """Nothing of it is read on the host."""
+    scores = torch.randn(STATES, CANDIDATES, device="meta")
+    temperature, constraint = Temperature(1.0, 0.1).to("meta"), Constraint(1.0, 0.1).to("meta")
+    temperature.solve_(scores, temperature.epsilon, sample_dim=-1)
+    weights, dual, kl = temperature.weigh(scores, scores)
+    assert weights.is_meta
+    losses = (temperature.loss(dual, kl), *constraint.losses(kl.unsqueeze(-1)))
+    assert all(loss.is_meta and loss.shape == (STATES,) for loss in losses)
