@@ -149,11 +149,12 @@ _MPO_PRESETS = {
 _VMPO_PRESETS = {
     "default": Preset(),
     # The reference agent (Minerva): temperature learned by one step per rollout, KL divergences
-    # over the selected samples only, learning rates as they are for any number of policy steps.
+    # over the selected samples only, multipliers stepped before the policy, learning rates as they
+    # are for any number of policy steps.
     "minerva-seed": Preset(
         loss={
             "top_k_fraction": 0.7,
-            "epsilon_eta": 0.15,
+            "epsilon": 0.15,
             "epsilon_mean": 0.05,
             "epsilon_stddev": 1e-3,
             "init_temperature": 5.0,
@@ -166,6 +167,7 @@ _VMPO_PRESETS = {
         stepper={
             "num_policy_steps": 64,
             "minibatch_size": None,
+            "dual_order": "dual_first",
             "clip": 0.5,
             "lr_scaling": None,
         },

@@ -511,7 +511,8 @@ class VMPOLoss(OnPolicyLoss):
         old, valid = self.policy.describe(dist), self._valid_mask(tensordict)
         if valid is not None:  # padding may hold anything; ones are a policy of every kind
             old = old.apply(lambda x: torch.where(valid.unsqueeze(-1), x, 1.0))
-        if not (self._checked_parameters or is_compiling() or old.device == torch.device("meta")):
+        on_meta = any(x.is_meta for x in old.values())  # no values to check
+        if not (self._checked_parameters or is_compiling() or on_meta):
             self.policy.check_parameters(keys, old)
             self._checked_parameters = True
         return old
@@ -549,7 +550,10 @@ class VMPOLoss(OnPolicyLoss):
                 f"kl_{name}_rel": constrained / constraint.epsilon,
                 f"penalty_{name}": masked_mean(_weighted(e_step.kl_weight, penalty), mask),
             }
-        return {**metrics, **self.policy.metrics(dist, mask)}
+        metrics |= self.policy.metrics(dist, mask)
+        if self.kl_samples == "selected":  # the policy is held back there, so its entropy counts
+            metrics["entropy"] = self.policy.metrics(dist, selected)["entropy"]
+        return metrics
 
 
 def _weighted(weight: Tensor, x: Tensor) -> Tensor:

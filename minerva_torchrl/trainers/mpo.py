@@ -112,12 +112,12 @@ class MPOOptimizationStepper(GuardedStepper):
                 "optimizer_dual": optimizer_dual,
             }
         )
+        self.optimizer_critic = optimizer_critic
+        self.optimizer_actor = optimizer_actor
         self.optimizer_dual = optimizer_dual
         self.num_policy_steps = num_policy_steps
         self.dual_order = dual_order
-        self._critic = {"optimizer_critic": clip_critic}
-        self._actor = {"optimizer_actor": clip_actor}
-        self._dual = {"optimizer_dual": clip_dual}
+        self.clip_critic, self.clip_actor, self.clip_dual = clip_critic, clip_actor, clip_dual
 
     def step(self, trainer: Any, sub_batch: TensorDictBase) -> TensorDict:
         """One update inside a TorchRL ``Trainer``, with the priorities of its replay buffer."""
@@ -137,7 +137,11 @@ class MPOOptimizationStepper(GuardedStepper):
         undo = Undo(loss.solved_parameters())
         if self.num_policy_steps == 1 and self.dual_order == "simultaneous":
             losses = learner.compute_loss(batch)
-            clips = {**self._critic, **self._actor, **self._dual}
+            clips = {
+                "optimizer_critic": self.clip_critic,
+                "optimizer_actor": self.clip_actor,
+                "optimizer_dual": self.clip_dual,
+            }
             taken = self._backward(losses, clips)
             for name in clips:
                 self._step_if(taken, name)
@@ -158,15 +162,15 @@ class MPOOptimizationStepper(GuardedStepper):
         undo = Undo((), self.optimizer_dual)
         data, metrics = loss.e_step(batch)
         loss_qvalue, metrics_qvalue = learner.compute_loss(data, "qvalue_loss")
-        taken = self._backward(loss_qvalue, self._critic)
+        taken = self._backward(loss_qvalue, {"optimizer_critic": self.clip_critic})
         loss_dual, dual_losses = learner.compute_loss(data, "dual_loss")
-        taken = taken & self._backward(loss_dual, self._dual)
+        taken = taken & self._backward(loss_dual, {"optimizer_dual": self.clip_dual})
         if dual_first:
             self._step_if(taken, "optimizer_dual")
             loss.project_duals_()
         for i in range(self.num_policy_steps):
             loss_actor, metrics_actor = learner.compute_loss(data, "actor_loss")
-            finite = self._backward(loss_actor, self._actor)
+            finite = self._backward(loss_actor, {"optimizer_actor": self.clip_actor})
             if i == 0:
                 taken = taken & finite
                 self._step_if(taken, "optimizer_critic")
