@@ -351,6 +351,8 @@ class VMPOLoss(OnPolicyLoss):
             importance_weights=importance,
             mask=valid,
         )
+        # Of advantages that are not finite none is selected; that must not pass for an empty batch.
+        dual = dual + 0.0 * std
         prior = selected.to(weights.dtype)
         prior = prior if importance is None else prior * importance
         kl = _kl(weights, prior / selected.sum().clamp_min(1))

@@ -201,6 +201,20 @@ class TestMinibatches:
         assert stepper.skipped_updates == 1
         assert all(value.isfinite().all() for value in values(loss).values())
 
+    @pytest.mark.parametrize("temperature_update", UPDATES)
+    @pytest.mark.parametrize("dual_order", ["simultaneous", "dual_first"])
+    def test_not_finite_advantage(self, dual_order: Any, temperature_update: Any) -> None:
+        """It spoils the weights of all samples: no step is taken on any minibatch."""
+        loss = make_loss(temperature_update=temperature_update)
+        data = with_advantage(make_rollout())
+        data["advantage"][0, 0] = NAN
+        before = values(loss)
+        kwargs = {"num_policy_steps": 20, "minibatch_size": 1, "dual_order": dual_order}
+        stepper = make_stepper(loss, torch.optim.Adam, **kwargs)
+        stepper.update(loss, data)
+        assert stepper.skipped_updates == 1
+        assert_equal(values(loss), before, 0, 0)
+
     def test_padding(self) -> None:
         """Samples that the mask leaves out count in no minibatch, even if one has no others."""
         losses = [make_loss() for _ in range(2)]
