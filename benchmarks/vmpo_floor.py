@@ -26,6 +26,7 @@ class FloorSettings:
     epsilon: float
     epsilon_mean: float
     epsilon_stddev: float
+    dual_first: bool  # the policy's loss has the new multipliers
     clip: float
     critic_coeff: float = 0.5
 
@@ -89,7 +90,9 @@ class VMPOFloor:
             kl_mean = 0.5 * ((loc - old_loc) / old_scale).square().sum(-1).mean()
             log_ratio = old_log_scale - log_scale
             kl_stddev = (0.5 * torch.expm1(2 * log_ratio) - log_ratio).sum(-1).mean()
-            alpha_mean, alpha_stddev = self._step_alphas(kl_mean, kl_stddev)
+            if s.dual_first:
+                self._step_alphas(kl_mean, kl_stddev)
+            alpha_mean, alpha_stddev = self._alphas()
             error = (action - loc) * (-log_scale).exp()
             constant = (log_scale + HALF_LOG_TWO_PI).sum()
             neg_log_prob = 0.5 * error.square().sum(-1) + constant
@@ -99,6 +102,8 @@ class VMPOFloor:
             loss.backward()
             nn.utils.clip_grad_norm_(self.networks, s.clip)
             self.optimizer.step()
+            if not s.dual_first:
+                self._step_alphas(kl_mean, kl_stddev)
 
     def _e_step(self, advantage: Tensor) -> tuple[Tensor, Tensor]:
         """Numbers of the selected samples, and their weights."""
@@ -118,15 +123,20 @@ class VMPOFloor:
         self.optimizer_temperature.step()
         return best.indices, scaled.detach().softmax(0)
 
-    def _step_alphas(self, *divergences: Tensor) -> list[Tensor]:
-        """One step on `alpha (epsilon - KL)`; returns the new multipliers."""
+    def _step_alphas(self, *divergences: Tensor) -> None:
+        """One step on `alpha (epsilon - KL)`."""
         raws = [self.raws["alpha_mean"], self.raws["alpha_stddev"]]
         with torch.no_grad():
             bounds = (self.s.epsilon_mean, self.s.epsilon_stddev)
             for raw, kl, bound in zip(raws, divergences, bounds, strict=True):
                 raw.grad = raw.sigmoid() * (bound - kl)
             self.optimizer_alpha.step()
-            return [F.softplus(raw.clamp_(min=-18.0)) + 1e-8 for raw in raws]
+            for raw in raws:
+                raw.clamp_(min=-18.0)
+
+    @torch.no_grad()
+    def _alphas(self) -> list[Tensor]:
+        return [F.softplus(self.raws[name]) + 1e-8 for name in ("alpha_mean", "alpha_stddev")]
 
 
 def _solve(values: Tensor, epsilon: float) -> float:

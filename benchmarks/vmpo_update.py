@@ -5,7 +5,8 @@
 
 `minerva_torchrl[...]` is `VMPOLoss` with `VMPOOptimizationStepper` on a rollout that has its
 advantages; each is compared with a floor that does the same mathematics. Both presets take the same
-number of policy steps here. `minerva-seed` measures divergences over the selected samples only.
+number of policy steps here. `minerva-seed` measures divergences over the selected samples only and
+steps the multipliers before the policy.
 """
 
 from __future__ import annotations
@@ -105,6 +106,7 @@ def make_floor(loss: VMPOLoss, stepper: VMPOOptimizationStepper, preset_name: st
         epsilon=loss.epsilon.item(),
         epsilon_mean=loss.epsilon_mean.item(),
         epsilon_stddev=loss.epsilon_stddev.item(),
+        dual_first=stepper.dual_order == "dual_first",
         clip=stepper.clip,
     )
     policy, critic = our_parameters(loss)

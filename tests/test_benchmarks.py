@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import replace
 from pathlib import Path
 
@@ -242,6 +242,21 @@ def test_vmpo_check_notices_another_batch() -> None:
     floor.update(vmpo_update.flat(data))
     with pytest.raises(AssertionError, match="differs from the floor"):
         vmpo_update.check_agreement(loss, stepper, floor, data)
+
+
+@pytest.mark.parametrize("preset", ["default", "minerva-seed"])
+def test_vmpo_check_notices_another_order(preset: str) -> None:
+    """With large steps of the multipliers it matters which of them the policy's loss has."""
+    for reverse in (False, True):
+        torch.manual_seed(0)
+        loss, stepper = vmpo_update.make_ours(TINY_VMPO, preset)
+        floor = vmpo_update.make_floor(loss, stepper, preset)
+        floor.s = replace(floor.s, dual_first=floor.s.dual_first != reverse)
+        for optimizer in (stepper.optimizer_alpha, floor.optimizer_alpha):
+            optimizer.param_groups[0]["lr"] = 3.0
+        data = vmpo_update.make_data(TINY_VMPO, loss.actor_network)
+        with pytest.raises(AssertionError) if reverse else nullcontext():
+            vmpo_update.check_agreement(loss, stepper, floor, data)
 
 
 def test_ppo_agrees_with_its_floor() -> None:

@@ -323,6 +323,8 @@ class VMPOLoss(OnPolicyLoss):
             importance_weights=importance,
             mask=valid,
         )
+        # Of advantages that are not finite none is selected; that must not pass for an empty batch.
+        dual = dual + 0.0 * std
         prior = selected.to(weights.dtype)
         prior = prior if importance is None else prior * importance
         kl = _kl(weights, prior / selected.sum().clamp_min(1))
@@ -465,7 +467,8 @@ class VMPOLoss(OnPolicyLoss):
         old, valid = self.policy.describe(dist), self._valid_mask(tensordict)
         if valid is not None:  # padding may hold anything; ones are a policy of every kind
             old = old.apply(lambda x: torch.where(valid.unsqueeze(-1), x, 1.0))
-        if not (self._checked_parameters or is_compiling() or old.device == torch.device("meta")):
+        on_meta = any(x.is_meta for x in old.values())  # no values to check
+        if not (self._checked_parameters or is_compiling() or on_meta):
             self.policy.check_parameters(keys, old)
             self._checked_parameters = True
         return old
@@ -503,7 +506,10 @@ class VMPOLoss(OnPolicyLoss):
                 f"kl_{name}_rel": constrained / constraint.epsilon,
                 f"penalty_{name}": masked_mean(_weighted(e_step.kl_weight, penalty), mask),
             }
-        return {**metrics, **self.policy.metrics(dist, mask)}
+        metrics |= self.policy.metrics(dist, mask)
+        if self.kl_samples == "selected":  # the policy is held back there, so its entropy counts
+            metrics["entropy"] = self.policy.metrics(dist, selected)["entropy"]
+        return metrics
 
 
 def _weighted(weight: Tensor, x: Tensor) -> Tensor:

@@ -88,7 +88,7 @@ class VMPOOptimizationStepper(GuardedStepper):
         >>> with torch.no_grad():
         ...     rollout = actor(rollout)  # what a collector does
         >>> metrics = stepper.update(loss, rollout)
-        >>> round(metrics["kl_eta_rel"].item(), 3)
+        >>> round(metrics["kl_q_rel"].item(), 3)
         1.0
     """
 

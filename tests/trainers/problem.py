@@ -24,10 +24,14 @@ from minerva_torchrl.trainers import (
     make_ppo_trainer,
     make_target_updater,
 )
+from minerva_torchrl.trainers.stepping import LocalLearner
 from tests.envs.scripted import make_batched
 from tests.objectives import base, ppo_problem, vmpo_problem
 
-KINDS = ["mpo", "mpo-solve", "vmpo-gradient", "vmpo-solve", "ppo"]
+KINDS = ["mpo", "mpo-solve", "mpo-steps", "mpo-dual_first", "mpo-solve-steps-dual_first"]
+KINDS += ["vmpo-gradient", "vmpo-solve", "vmpo-gradient-dual_first", "vmpo-solve-dual_first", "ppo"]
+_LOSS_OPTIONS = {name: {"temperature_update": name} for name in ("gradient", "solve")}
+_STEPPER_OPTIONS = {"steps": {"num_policy_steps": 2}, "dual_first": {"dual_order": "dual_first"}}
 LEARNING_RATE = 1e-2
 ENV_OBSERVATION_DIM, ENV_ACTION_DIM = 2, 1  # of ScriptedEnv
 
@@ -44,22 +48,33 @@ class Problem:
     stepper: Any
 
     def __init__(self, kind: str, *, fused: bool = False) -> None:
-        self.algorithm, _, temperature_update = kind.partition("-")
-        settings = {"temperature_update": temperature_update} if temperature_update else {}
-        getattr(self, f"_make_{self.algorithm}")(settings, {"lr": LEARNING_RATE, "fused": fused})
+        self.algorithm, *options = kind.split("-")
+        settings: dict[str, Any] = {}
+        steps: dict[str, Any] = {}
+        for option in options:
+            settings |= _LOSS_OPTIONS.get(option, {})
+            steps |= _STEPPER_OPTIONS.get(option, {})
+        adam = {"lr": LEARNING_RATE, "fused": fused}
+        getattr(self, f"_make_{self.algorithm}")(settings, steps, adam)
 
-    def _make_mpo(self, settings: dict[str, Any], adam: dict[str, Any]) -> None:
+    def _make_mpo(
+        self, settings: dict[str, Any], steps: dict[str, Any], adam: dict[str, Any]
+    ) -> None:
         torch.manual_seed(0)
         self.actor = base.make_actor()
         self.loss = MPOLoss(self.actor, base.make_critic(), num_action_samples=5, **settings)
-        base.with_updater(self.loss)
-        self.stepper = make_mpo_stepper(self.loss, **adam)
+        base.with_updater(self.loss).make_value_estimator(gamma=0.99)
+        self.stepper = make_mpo_stepper(self.loss, steps, **adam)
 
-    def _make_vmpo(self, settings: dict[str, Any], adam: dict[str, Any]) -> None:
+    def _make_vmpo(
+        self, settings: dict[str, Any], steps: dict[str, Any], adam: dict[str, Any]
+    ) -> None:
         self.loss = vmpo_problem.make_loss(**settings)
-        self.stepper = make_vmpo_stepper(self.loss, **adam)
+        self.stepper = make_vmpo_stepper(self.loss, steps, **adam)
 
-    def _make_ppo(self, settings: dict[str, Any], adam: dict[str, Any]) -> None:
+    def _make_ppo(
+        self, settings: dict[str, Any], steps: dict[str, Any], adam: dict[str, Any]
+    ) -> None:
         policy, critic = ppo_problem.make_networks(torch.float32)
         self.actor = ppo_problem.make_actor(policy)
         self.behaviour = copy.deepcopy(self.actor)
@@ -110,16 +125,23 @@ class Problem:
         return MPOTrainer(**{"optim_steps_per_batch": 2} | kwargs)
 
 
-def make_mpo_stepper(loss: MPOLoss, **adam: Any) -> MPOOptimizationStepper:
+def make_mpo_stepper(
+    loss: MPOLoss, steps: dict[str, Any] | None = None, **adam: Any
+) -> MPOOptimizationStepper:
+    """A stepper with settings of its own, and those of its optimisers."""
     adam = {"lr": LEARNING_RATE} | adam
     return MPOOptimizationStepper(
         torch.optim.Adam(loss.qvalue_network_params.parameters(), **adam),
         torch.optim.Adam(loss.actor_network_params.parameters(), **adam),
         torch.optim.Adam(loss.dual_parameters(), **adam),
+        **steps or {},
     )
 
 
-def make_vmpo_stepper(loss: Any, **adam: Any) -> VMPOOptimizationStepper:
+def make_vmpo_stepper(
+    loss: Any, steps: dict[str, Any] | None = None, **adam: Any
+) -> VMPOOptimizationStepper:
+    """The same for V-MPO, with two policy steps unless it is told otherwise."""
     adam = {"lr": LEARNING_RATE} | adam
     networks = [*loss.actor_network_params.parameters(), *loss.critic_network_params.parameters()]
     learned = loss.temperature_update == "gradient"
@@ -127,8 +149,22 @@ def make_vmpo_stepper(loss: Any, **adam: Any) -> VMPOOptimizationStepper:
         torch.optim.Adam(networks, **adam),
         torch.optim.Adam(loss.alpha_parameters(), **adam),
         torch.optim.Adam([loss.temperature.raw], **adam) if learned else None,
-        num_policy_steps=2,
+        **{"num_policy_steps": 2} | (steps or {}),
     )
+
+
+class Recorder(LocalLearner):
+    """Notes which batches a loss is evaluated on, and by which of its methods."""
+
+    def __init__(self, loss: Any) -> None:
+        super().__init__(loss)
+        self.batches: list[TensorDictBase] = []
+        self.methods: list[str | None] = []
+
+    def compute_loss(self, sub_batch: TensorDictBase, method: str | None = None) -> Any:
+        self.batches.append(sub_batch)
+        self.methods.append(method)
+        return super().compute_loss(sub_batch, method)
 
 
 # Environments and collection ---------------------------------------------------------------------

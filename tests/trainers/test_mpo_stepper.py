@@ -1,9 +1,8 @@
-"""The phases of MPOOptimizationStepper: their order, what they share, and where they plug in."""
+"""MPOOptimizationStepper: one graph or several, their order, and where the stepper plugs in."""
 
 from __future__ import annotations
 
 import copy
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from torchrl.trainers import Trainer
 from torchrl.trainers.trainers import ReplayBufferTrainer, TargetNetUpdaterHook
 
 from minerva_torchrl import MPOLoss, MPOOptimizationStepper
+from minerva_torchrl.trainers.stepping import LocalLearner
 from tests.objectives.base import (
     ACTION_DIM,
     Concatenate,
@@ -31,13 +31,14 @@ from tests.objectives.base import (
     make_transitions,
     with_updater,
 )
+from tests.trainers.problem import Recorder, count_calls
 
 NUM_SAMPLES = 5
 BATCH = 8
 GROUPS = {
     "critic": ("qvalue_network_params.",),
     "actor": ("actor_network_params.",),
-    "dual": ("temperature.", "penalty_temperature.", "alpha_mean.", "alpha_stddev."),
+    "dual": ("duals.",),
 }
 
 
@@ -84,10 +85,32 @@ def inject(*losses: MPOLoss, count: int = 1) -> None:
         loss.policy._draw_noise = InjectedNoise(*draws)
 
 
-# Phases ------------------------------------------------------------------------------------------
+# Steps -------------------------------------------------------------------------------------------
 
 
-class TestPhases:
+class TestSteps:
+    @pytest.mark.parametrize(
+        ("kwargs", "methods"),
+        [
+            ({}, [None]),
+            ({"dual_order": "dual_first"}, ["qvalue_loss", "dual_loss", "actor_loss"]),
+            ({"num_policy_steps": 2}, ["qvalue_loss", "dual_loss", "actor_loss", "actor_loss"]),
+        ],
+        ids=str,
+    )
+    def test_graphs(
+        self, kwargs: Any, methods: list[str | None], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """By default one call of the loss and one backward pass; in parts one of each a part."""
+        loss = make_loss()
+        learner, stepper = Recorder(loss), make_stepper(loss, **kwargs)
+        passes = count_calls(monkeypatch, torch.autograd, "backward")
+        e_steps = count_calls(monkeypatch, loss, "e_step")
+        stepper.step(learner, make_transitions(BATCH))
+        assert learner.methods == methods
+        assert len(passes) == len(methods)
+        assert len(e_steps) == 1
+
     @pytest.mark.parametrize("dual_order", ["simultaneous", "dual_first"])
     def test_order(self, dual_order: Any) -> None:
         """Every step is along the gradient of its loss; the policy's is with old or new duals."""
@@ -97,12 +120,11 @@ class TestPhases:
         make_stepper(loss, dual_order=dual_order).update(loss, data)
         after = values(loss)
 
-        e_step = reference.e_step(data)
-        m_step = reference.m_step(e_step)
+        e_step, _ = reference.e_step(data)
         losses = {
-            "critic": reference.qvalue_loss(data, e_step)[0],
-            "dual": sum(reference.dual_losses(e_step, m_step).values()),
-            "actor": reference.actor_loss(data, e_step)[0],
+            "critic": reference.qvalue_loss(e_step)[0],
+            "dual": reference.dual_loss(e_step)[0],
+            "actor": reference.actor_loss(e_step)[0],
         }
         expected = {
             group: part(gradients(reference, value), group) for group, value in losses.items()
@@ -112,7 +134,7 @@ class TestPhases:
             for name, parameter in reference.named_parameters():
                 if name.startswith(GROUPS["dual"]):
                     parameter.copy_(after[name])
-        with_new_duals = part(gradients(reference, reference.actor_loss(data, e_step)[0]), "actor")
+        with_new_duals = part(gradients(reference, reference.actor_loss(e_step)[0]), "actor")
         name = "actor_network_params.module.0.module.0.2.bias"
         assert not torch.isclose(with_new_duals[name], expected["actor"][name]).all()
         if new_duals:
@@ -131,7 +153,7 @@ class TestPhases:
         metrics = stepper.update(loss, data)
         assert loss.policy._draw_noise.shapes == [(NUM_SAMPLES, BATCH, ACTION_DIM)]
 
-        e_step = reference.e_step(data)
+        e_step, _ = reference.e_step(data)
         if dual_order == "dual_first":
             with torch.no_grad():
                 for name, parameter in reference.named_parameters():
@@ -139,7 +161,7 @@ class TestPhases:
                         parameter.copy_(values(loss)[name])
         optimizer = torch.optim.SGD(reference.actor_network_params.parameters(), lr=0.1)
         for _ in range(3):
-            loss_actor, policy_metrics = reference.actor_loss(data, e_step)
+            loss_actor, policy_metrics = reference.actor_loss(e_step)
             optimizer.zero_grad()
             loss_actor.backward()
             optimizer.step()
@@ -194,7 +216,8 @@ class TestPhases:
         stepper.update(loss, data)
         for name, moved in difference(values(loss), before).items():
             assert moved.any() != name.startswith(GROUPS[group]), name
-        assert_equal(dict(loss.named_buffers()), targets, 0, 0)
+        buffers = dict(loss.named_buffers())
+        assert_equal({name: buffers[name] for name in targets}, targets, 0, 0)
 
     def test_stale_gradients(self) -> None:
         """Gradients that others left behind do not count."""
@@ -332,18 +355,13 @@ class TestLoop:
                 self.priorities.append(data["td_error"])
 
         loss, data, buffer = make_loss(), make_transitions(BATCH), Buffer()
-        trainer = SimpleNamespace(loss_module=loss, replay_buffer=buffer if prioritized else None)
+        trainer: Any = LocalLearner(loss)
+        trainer.replay_buffer = buffer if prioritized else None
         stepper = make_stepper(loss)
         assert stepper.updates_replay_priority
         stepper.step(trainer, data)
         assert len(buffer.priorities) == prioritized
         assert not prioritized or buffer.priorities[0].shape == (BATCH,)
-
-    def test_rejects_distributed_learner(self) -> None:
-        loss = make_loss()
-        trainer = SimpleNamespace(loss_module=loss, _ddp_loss=object())
-        with pytest.raises(NotImplementedError, match="Use the local backend"):
-            make_stepper(loss).step(trainer, make_transitions(BATCH))
 
     def test_trainer(self) -> None:
         """As the optimization_stepper of TorchRL's Trainer, from collection to targets."""
@@ -418,7 +436,7 @@ class TestArguments:
             make_stepper(make_loss(), **{name: value})
 
     def test_rejects_no_reduction(self) -> None:
-        loss = make_loss(reduction="none")
+        loss = make_loss(reduction="none", scalar_output_mode="exclude")
         with pytest.raises(ValueError, match="reduction 'mean' or 'sum', got 'none'"):
             make_stepper(loss).update(loss, make_transitions(BATCH))
 

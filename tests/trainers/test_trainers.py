@@ -22,6 +22,7 @@ from tests.envs.scripted import save_and_load
 from tests.objectives import vmpo_problem
 from tests.objectives.base import make_transitions, total_loss
 from tests.trainers.problem import (
+    KINDS,
     FakeCollector,
     Problem,
     assert_identical,
@@ -92,9 +93,9 @@ class TestMPOIsALoop:
 
 
 class TestVMPOIsALoop:
-    @pytest.mark.parametrize("temperature_update", ["solve", "gradient"])
-    def test_one_update_per_rollout(self, temperature_update: str) -> None:
-        problem = Problem(f"vmpo-{temperature_update}")
+    @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.startswith("vmpo")])
+    def test_one_update_per_rollout(self, kind: str) -> None:
+        problem = Problem(kind)
         rollouts = [problem.batch(seed) for seed in range(7)]
         initial = problem.state()
         for rollout in rollouts:
@@ -102,7 +103,7 @@ class TestVMPOIsALoop:
         expected = problem.state()
         assert differs(expected["loss"], initial["loss"])
 
-        problem = Problem(f"vmpo-{temperature_update}")
+        problem = Problem(kind)
         problem.trainer(rollouts).train()
         assert_identical(problem.state(), expected)
 

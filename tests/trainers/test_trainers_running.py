@@ -48,7 +48,7 @@ class TestWarmUp:
     ) -> None:
         """None before the warm-up frames are collected, then the same number for every batch."""
         problem = Problem("mpo")
-        calls = count_calls(monkeypatch, problem.stepper, "update")
+        calls = count_calls(monkeypatch, problem.stepper, "step")
         after_batch: list[int] = []
         states = [problem.state()]
         updater = make_target_updater(problem.loss, period=1)

@@ -1,11 +1,10 @@
-"""VMPOLoss in use: the phases of its stepper, learning, the meta device and compilation."""
+"""VMPOLoss in use: the steps of its stepper, learning, the meta device and compilation."""
 
 from __future__ import annotations
 
 import copy
 import math
 from collections.abc import Iterator
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,10 +29,12 @@ from tests.objectives.vmpo_problem import (
     make_rollout,
     with_advantage,
 )
+from tests.trainers.problem import Recorder, count_calls
 
 NETWORKS = ("actor_network_params.", "critic_network_params.")
-ALPHAS = ("alpha_mean.", "alpha_stddev.", "alpha_policy.")
+ALPHAS, TEMPERATURE = "duals.alpha_", "duals.temperature."
 UPDATES = ["solve", "gradient"]
+ORDERS = ["simultaneous", "dual_first"]
 INF, NAN = math.inf, math.nan
 
 
@@ -66,75 +67,72 @@ def step_along(loss: VMPOLoss, gradient: dict[str, Tensor], prefix: str, lr: flo
                 parameter.sub_(lr * gradient[name])
 
 
-# Phases ------------------------------------------------------------------------------------------
+# Steps -------------------------------------------------------------------------------------------
 
 
-class TestPhases:
+class TestSteps:
     @pytest.mark.parametrize("kind", KINDS)
     @pytest.mark.parametrize("temperature_update", UPDATES)
     @pytest.mark.parametrize("num_policy_steps", [1, 3])
-    def test_order(self, num_policy_steps: int, temperature_update: Any, kind: str) -> None:
-        """Temperature first; then multipliers, and policy and critic with the new multipliers."""
+    @pytest.mark.parametrize("dual_order", ORDERS)
+    def test_order(
+        self, dual_order: Any, num_policy_steps: int, temperature_update: Any, kind: str
+    ) -> None:
+        """All along the gradient of their own loss, at once or with the multipliers first."""
         loss = make_loss(kind, temperature_update=temperature_update)
         data = with_advantage(make_rollout(kind))
         reference = copy.deepcopy(loss)
-        stepper = make_stepper(loss, num_policy_steps=num_policy_steps)
+        stepper = make_stepper(loss, num_policy_steps=num_policy_steps, dual_order=dual_order)
         metrics = stepper.update(loss, data.clone())
 
-        e_step = reference.e_step(data)
-        if temperature_update == "gradient":
-            gradient = gradients(reference, e_step.temperature_loss)
-            step_along(reference, gradient, "temperature.", 0.1)
-        for _ in range(num_policy_steps):
-            m_step = reference.m_step(data, e_step)
-            stale = gradients(reference, reference.actor_loss(data, e_step)[0])
-            alpha_losses = reference.alpha_losses(e_step, m_step)
-            gradient = gradients(reference, torch.stack(list(alpha_losses.values())).sum())
-            for prefix in ALPHAS:
-                step_along(reference, gradient, prefix, 0.1)
-            loss_actor, policy_metrics = reference.actor_loss(data, e_step)
-            loss_critic, critic_metrics = reference.critic_loss(data)
-            gradient = gradients(reference, loss_actor + loss_critic)
-            # The multipliers from before their step would have given something else.
-            biases = [k for k in stale if k.startswith("actor") and k.endswith("2.bias")]
-            assert not any(torch.allclose(stale[k], gradient[k]) for k in biases)
+        rollout, reported = reference.e_step(data)
+        for i in range(num_policy_steps):
+            loss_dual, dual_losses = reference.dual_loss(rollout)
+            of_duals = gradients(reference, loss_dual)
+            losses = reference.actor_loss(rollout), reference.critic_loss(rollout)
+            of_networks = gradients(reference, losses[0][0] + losses[1][0])
+            step_along(reference, of_duals, ALPHAS, 0.1)
+            if i == 0 and temperature_update == "gradient":
+                step_along(reference, of_duals, TEMPERATURE, 0.1)
+            if dual_order == "dual_first":
+                before = of_networks
+                losses = reference.actor_loss(rollout), reference.critic_loss(rollout)
+                of_networks = gradients(reference, losses[0][0] + losses[1][0])
+                # The multipliers from before their step would have given something else.
+                biases = [k for k in before if k.startswith("actor") and k.endswith("2.bias")]
+                assert not any(torch.allclose(before[k], of_networks[k]) for k in biases)
             for prefix, lr in zip(NETWORKS, (0.1, 0.2), strict=True):
-                step_along(reference, gradient, prefix, lr)
+                step_along(reference, of_networks, prefix, lr)
         assert_equal(values(loss), values(reference))
         # What is reported belongs to the last step, and the duals are as they are now.
-        reported = {**policy_metrics, **critic_metrics, **alpha_losses, **reference.dual_values()}
+        (loss_actor, of_actor), (loss_critic, of_critic) = losses
+        reported |= {**of_actor, **of_critic, **dual_losses, **reference.dual_values()}
         reported |= {"loss_actor": loss_actor, "loss_critic": loss_critic}
-        reported |= {"loss_temperature": e_step.temperature_loss, **e_step.metrics}
         assert_equal(metrics, {key: value.detach() for key, value in reported.items()})
         assert set(metrics.keys()) == set(loss.out_keys)
         assert all(value.shape == () and not value.requires_grad for value in metrics.values())
 
+    @pytest.mark.parametrize("minibatch_size", [None, 8])
     @pytest.mark.parametrize("temperature_update", UPDATES)
-    def test_one_e_step(self, temperature_update: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        """All policy steps use one estimate of the advantage and one E-step."""
+    @pytest.mark.parametrize(("dual_order", "passes"), [("simultaneous", 4), ("dual_first", 8)])
+    def test_graphs(
+        self,
+        dual_order: Any,
+        passes: int,
+        temperature_update: Any,
+        minibatch_size: int | None,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        """One estimate of the advantage, one E-step, and one backward pass for each policy step."""
         loss = make_loss(temperature_update=temperature_update)
-        calls: dict[str, list[Any]] = {"e_step": [], "m_step": [], "estimate": []}
-        e_step, m_step, estimate = loss.e_step, loss.m_step, loss.value_estimator.forward
-
-        def count_e_step(data: TensorDict) -> Any:
-            calls["e_step"].append(e_step(data))
-            return calls["e_step"][-1]
-
-        def count_m_step(data: TensorDict, given: Any) -> Any:
-            calls["m_step"].append(given)
-            return m_step(data, given)
-
-        def count_estimates(*args: Any, **kwargs: Any) -> Any:
-            calls["estimate"].append(args)
-            return estimate(*args, **kwargs)
-
-        monkeypatch.setattr(loss, "e_step", count_e_step)
-        monkeypatch.setattr(loss, "m_step", count_m_step)
-        monkeypatch.setattr(loss.value_estimator, "forward", count_estimates)
-        make_stepper(loss, num_policy_steps=4).update(loss, make_rollout())
-        assert len(calls["estimate"]) == len(calls["e_step"]) == 1
-        assert len(calls["m_step"]) == 4
-        assert all(given is calls["e_step"][0] for given in calls["m_step"])
+        learner = Recorder(loss)
+        estimates = count_calls(monkeypatch, loss.value_estimator, "forward")
+        e_steps = count_calls(monkeypatch, loss, "e_step")
+        backward = count_calls(monkeypatch, torch.autograd, "backward")
+        kwargs = {"num_policy_steps": 4, "minibatch_size": minibatch_size}
+        make_stepper(loss, dual_order=dual_order, **kwargs).step(learner, make_rollout())
+        assert len(estimates) == len(e_steps) == 1
+        assert len(backward) == len(learner.batches) == passes
 
     def test_solve(self) -> None:
         """A solved temperature meets its bound on every batch and is not stepped."""
@@ -181,7 +179,7 @@ class TestPhases:
             before = values(loss)
             stepper.update(loss, data.clone())
             moves[clip] = {k: v - before[k] for k, v in values(loss, *NETWORKS).items()}
-            duals[clip] = values(loss, "temperature.", *ALPHAS)
+            duals[clip] = values(loss, "duals.")
         norms = {c: torch.cat([m.flatten() for m in moves[c].values()]).norm() for c in moves}
         assert norms[None] > 0.1
         assert norms[1e-2].item() == pytest.approx(1e-2, rel=1e-3)
@@ -253,6 +251,7 @@ class TestArguments:
             *(("num_policy_steps", v, TypeError, "an integer") for v in (1.5, True, None)),
             *(("minibatch_size", v, ValueError, "at least 1") for v in (0, -1)),
             *(("minibatch_size", v, TypeError, "an integer") for v in (1.5, True)),
+            ("dual_order", "dual_last", ValueError, "'simultaneous', 'dual_first'"),
             ("lr_scaling", "M", ValueError, r"None, '1/sqrt\(M\)', '1/M'"),
             *(("clip", v, ValueError, "positive and finite") for v in (0, -1.0, INF, NAN)),
             ("clip", "1", TypeError, "a number"),
@@ -276,7 +275,7 @@ class TestArguments:
             assert_equal(values(loss), before, 0, 0)
 
     def test_reductions(self) -> None:
-        loss = make_loss(reduction="none")
+        loss = make_loss(reduction="none", scalar_output_mode="exclude")
         with pytest.raises(ValueError, match="needs a loss with reduction 'mean' or 'sum'"):
             make_stepper(loss).update(loss, make_rollout())
         # A sum over 20 samples with a 20th of the rate is a mean.
@@ -284,108 +283,6 @@ class TestArguments:
         make_stepper(summed, lr=0.1 / 20).update(summed, make_rollout())
         make_stepper(mean).update(mean, make_rollout())
         assert_equal(values(summed), values(mean), rtol=1e-4, atol=1e-5)
-
-    def test_distributed_learner(self) -> None:
-        loss = make_loss()
-        trainer = SimpleNamespace(loss_module=loss, _ddp_loss=object())
-        with pytest.raises(NotImplementedError, match="Use the local backend"):
-            make_stepper(loss).step(trainer, make_rollout())
-
-
-# Minibatches -------------------------------------------------------------------------------------
-
-
-class TestMinibatches:
-    @pytest.mark.parametrize("kind", KINDS)
-    @pytest.mark.parametrize("kl_samples", ["all", "selected"])
-    def test_of_the_whole_batch(self, kind: str, kl_samples: Any) -> None:
-        """One minibatch of all samples, in any order, is what there is without minibatches."""
-        losses = [make_loss(kind, kl_samples=kl_samples) for _ in range(2)]
-        data = with_advantage(make_rollout(kind))
-        kwargs = {"num_policy_steps": 3}
-        make_stepper(losses[0], **kwargs).update(losses[0], data.clone())
-        make_stepper(losses[1], minibatch_size=20, **kwargs).update(losses[1], data.clone())
-        assert_equal(values(losses[0]), values(losses[1]), rtol=1e-4, atol=1e-6)
-
-    @pytest.mark.parametrize("reduction", ["mean", "sum"])
-    def test_mean_of_a_pass(self, reduction: Any) -> None:
-        """The losses of the parts of a batch make up that of the whole."""
-        loss = make_loss(reduction=reduction)
-        data = with_advantage(make_rollout())
-        e_step = loss.e_step(data)
-        flat = data.reshape(-1)
-        whole = [loss.actor_loss(data, e_step)[0], loss.critic_loss(data)[0]]
-        whole += loss.alpha_losses(e_step, loss.m_step(data, e_step)).values()
-        parts = []
-        for rows in torch.randperm(20).split(5):
-            part, part_e_step = flat[rows], e_step.take(rows)
-            m_step = loss.m_step(part, part_e_step)
-            values = [loss.actor_loss(part, part_e_step, m_step)[0], loss.critic_loss(part)[0]]
-            values += loss.alpha_losses(part_e_step, m_step).values()
-            parts.append(torch.stack(values))
-        total = torch.stack(parts).mean(0) if reduction == "mean" else torch.stack(parts).sum(0)
-        torch.testing.assert_close(total, torch.stack(whole), rtol=1e-4, atol=1e-6)
-
-    def test_every_sample_once_per_pass(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        """Passes of 8, 8 and 4 of 20 samples, each shuffled anew, with the weights they had."""
-        loss, data = make_loss(), with_advantage(make_rollout())
-        numbers = torch.arange(20.0).reshape(4, 5)
-        data["number"] = numbers
-        seen, weights, m_step, whole = [], [], loss.m_step, loss.e_step(data)
-
-        def record(part: TensorDict, e_step: Any) -> Any:
-            seen.append(part["number"].flatten())
-            weights.append(e_step.weights.flatten())
-            return m_step(part, e_step)
-
-        monkeypatch.setattr(loss, "m_step", record)
-        make_stepper(loss, num_policy_steps=5, minibatch_size=8).update(loss, data)
-        *steps, after = seen
-        assert [len(step) for step in steps] == [8, 8, 4, 8, 8]
-        first_pass = torch.cat(steps[:3])
-        assert not torch.equal(first_pass, numbers.flatten())
-        assert torch.equal(first_pass.sort().values, numbers.flatten())
-        assert not torch.equal(first_pass[:16], torch.cat(steps[3:]))
-        assert len(torch.cat(steps[3:]).unique()) == 16
-        assert torch.equal(after, numbers.flatten())  # the metrics are those of all samples
-        for step, of_step in zip(seen, weights, strict=True):
-            assert torch.equal(of_step, whole.weights.flatten()[step.long()])
-
-    def test_metrics(self) -> None:
-        """Those of the whole batch after the last step."""
-        loss, data = make_loss(), with_advantage(make_rollout())
-        metrics = make_stepper(loss, num_policy_steps=3, minibatch_size=8).update(loss, data)
-        assert set(metrics.keys()) == set(loss.out_keys)
-        assert all(value.shape == () and not value.requires_grad for value in metrics.values())
-        e_step = loss.e_step(data)
-        loss_actor, expected = loss.actor_loss(data, e_step)
-        loss_critic, expected_of_critic = loss.critic_loss(data)
-        expected |= {"loss_actor": loss_actor, "loss_critic": loss_critic, **expected_of_critic}
-        assert_equal(
-            {key: metrics[key] for key in expected}, {k: v.detach() for k, v in expected.items()}
-        )
-
-    def test_not_finite(self) -> None:
-        """What is not finite in one minibatch ends the update; the steps before it count."""
-        loss, data = make_loss(), with_advantage(make_rollout())
-        data["value_target"][0, 0] = NAN
-        stepper = make_stepper(loss, torch.optim.Adam, num_policy_steps=20, minibatch_size=1)
-        stepper.update(loss, data)
-        assert stepper.skipped_updates == 1
-        assert all(value.isfinite().all() for value in values(loss).values())
-
-    def test_padding(self) -> None:
-        """Samples that the mask leaves out count in no minibatch, even if one has no others."""
-        losses = [make_loss() for _ in range(2)]
-        data = with_advantage(make_rollout())
-        data["collector", "mask"] = torch.rand(4, 5) < 0.3
-        other = data.clone()
-        other["value_target"][~data["collector", "mask"]] = 1e6
-        for loss, rollout in zip(losses, (data, other), strict=True):
-            torch.manual_seed(1)
-            make_stepper(loss, num_policy_steps=10, minibatch_size=2).update(loss, rollout)
-        assert_equal(values(losses[0]), values(losses[1]), 0, 0)
-        assert all(value.isfinite().all() for value in values(losses[0]).values())
 
 
 # Trainer and learning ----------------------------------------------------------------------------
@@ -469,7 +366,7 @@ def test_vmpo_bandit(preset: str, kind: str) -> None:
     [
         {},
         {"temperature_update": "gradient", "kl_samples": "selected"},
-        {"reduction": "none", "normalize_advantage": False},
+        {"reduction": "none", "scalar_output_mode": "exclude", "normalize_advantage": False},
         {"clip_value": 0.2},
     ],
     ids=str,

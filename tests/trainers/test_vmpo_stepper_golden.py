@@ -29,7 +29,7 @@ SEED_DEFAULTS = {
     "topk_fraction": 0.5,
     "temperature_init": 1.0,
     "temperature_lr": 1e-4,
-    "epsilon": 0.1,
+    "epsilon_eta": 0.1,
     "epsilon_mu": 0.01,
     "epsilon_sigma": 0.01,
     "alpha_lr": 1e-4,
@@ -49,7 +49,7 @@ ADAM_AMPLIFICATION = 5 * GUARD / 1e-5
 METRICS = {
     "loss/value": "loss_critic",
     "loss/policy": "loss_actor",
-    "loss/policy_cross_entropy": "cross_entropy",
+    "loss/policy_weighted_nll": "cross_entropy",
     "loss/policy_kl_mean_pen": "penalty_mean",
     "loss/policy_kl_std_pen": "penalty_stddev",
     "kl/mean": "kl_mean",
@@ -125,7 +125,7 @@ class Run:
         preset = vmpo_preset("minerva-seed")
         loss_kwargs = preset.loss | {
             "top_k_fraction": hp["topk_fraction"],
-            "epsilon": hp["epsilon"],
+            "epsilon": hp["epsilon_eta"],
             "epsilon_mean": hp["epsilon_mu"],
             "epsilon_stddev": hp["epsilon_sigma"],
             "init_temperature": hp["temperature_init"],
@@ -234,7 +234,7 @@ def _check_metrics(
         check(metrics[ours], theirs)
     check(metrics["loss_actor"] + metrics["loss_critic"], "loss/total")
     check(metrics["loss_alpha_mean"] + metrics["loss_alpha_stddev"], "loss/alpha")
-    check(run.loss.epsilon, "vmpo/epsilon")
+    check(run.loss.epsilon, "vmpo/epsilon_eta")
     # The reference divides its spread by the temperature after the step, its threshold by the one
     # before it.
     spread = metrics["advantage_std_over_temperature"] * temperature / metrics["temperature"]
