@@ -367,7 +367,7 @@ class DualLossModule(LossModule):
         renamed = {f"{name}.raw": f"duals.{name}.raw" for name in self.duals}
         for name, dual in self.duals.items():
             bounds = (bound for bound, of_dual in self._bounds.items() if of_dual is dual)
-            renamed |= {bound: f"duals.{name}.epsilon" for bound in bounds}
+            renamed |= dict.fromkeys(bounds, f"duals.{name}.epsilon")
         return {renamed.get(key, key): value for key, value in state_dict.items()}
 
 

@@ -154,9 +154,7 @@ class OnPolicyLoss(DualLossModule):
     def _critic_value(self, tensordict: TensorDictBase) -> Tensor:
         """Present value of each state, ``[*B, 1]``."""
         inputs = tensordict.select(*self.critic_network.in_keys)
-        with self.critic_network_params.to_module(
-            self.critic_network, preserve_module_state=False
-        ):
+        with self.critic_network_params.to_module(self.critic_network, preserve_module_state=False):
             value = self.critic_network(inputs).get(self.tensor_keys.value)
         shape = (*tensordict.shape, 1)
         if value.shape != shape:

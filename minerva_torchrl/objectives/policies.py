@@ -178,7 +178,7 @@ class DiagonalGaussian(PolicyFamily):
         )
 
     def candidates(self, dist: D.Distribution, num_samples: int) -> Candidates:
-        """Samples :math:`a = \\mu + \\sigma z` with their draws ``z``."""
+        r"""Samples :math:`a = \mu + \sigma z` with their draws ``z``."""
         policy = self.describe(dist)
         loc, scale = policy.get("loc"), policy.get("scale")
         noise = self._draw_noise(num_samples, loc)

@@ -8,8 +8,7 @@ from typing import Literal
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase, tensorclass, unravel_key
 from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModule, dispatch
-from torch import Tensor
-from torch import distributed
+from torch import Tensor, distributed
 from torch import distributions as D
 from torch.compiler import is_compiling
 from torchrl.data.tensor_specs import TensorSpec
@@ -455,9 +454,7 @@ class VMPOLoss(OnPolicyLoss):
             loss = loss + _weighted(e_step.kl_weight, penalty)
         return self._reduce(loss, e_step.mask)
 
-    def _dual_losses(
-        self, e_step: VMPOEStep, divergences: dict[str, Tensor]
-    ) -> dict[str, Tensor]:
+    def _dual_losses(self, e_step: VMPOEStep, divergences: dict[str, Tensor]) -> dict[str, Tensor]:
         temperature = self.temperatures[MAIN_OBJECTIVE]
         losses = {"loss_temperature": self._mean(temperature.loss(e_step.dual, e_step.kl))}
         for name, constraint in self.constraints.items():
@@ -512,7 +509,8 @@ class VMPOLoss(OnPolicyLoss):
         old, valid = self.policy.describe(dist), self._valid_mask(tensordict)
         if valid is not None:  # padding may hold anything; ones are a policy of every kind
             old = old.apply(lambda x: torch.where(valid.unsqueeze(-1), x, 1.0))
-        if not (self._checked_parameters or is_compiling() or old.device == torch.device("meta")):
+        on_meta = any(value.is_meta for value in old.values())
+        if not (self._checked_parameters or is_compiling() or on_meta):
             self.policy.check_parameters(keys, old)
             self._checked_parameters = True
         return old
