@@ -16,7 +16,7 @@ from tensordict.nn import (
     TensorDictParams,
     composite_lp_aggregate,
 )
-from torch import Tensor
+from torch import Tensor, nn
 from torch.compiler import is_compiling
 from torchrl.data.tensor_specs import TensorSpec
 from torchrl.objectives.utils import ValueEstimators, _vmap_func
@@ -121,7 +121,8 @@ class OffPolicyLoss(DualLossModule):
         self._warned_of_single_steps = False
 
         self.convert_to_functional(actor_network, "actor_network", create_target_params=delay_actor)
-        critics = make_ensemble(qvalue_network, num_qvalue_nets)
+        of_actor = list(actor_network.parameters())
+        critics = make_ensemble(qvalue_network, num_qvalue_nets, of_actor)
         self.num_qvalue_nets = len(critics)
         # expand_dim on a single module would redraw its weights, a list leaves them as they are.
         single = self.num_qvalue_nets == 1
@@ -130,8 +131,10 @@ class OffPolicyLoss(DualLossModule):
             "qvalue_network",
             expand_dim=None if single else self.num_qvalue_nets,
             create_target_params=delay_qvalue,
-            compare_against=list(actor_network.parameters()) if separate_losses else None,
+            compare_against=of_actor if separate_losses else None,
         )
+        if separate_losses:
+            self._detach_shared_layers()
         self._make_vmap()
         self.set_keys(action=action_key, log_prob=actor_network.log_prob_keys[0])
         written = self.qvalue_network.out_keys
@@ -144,6 +147,16 @@ class OffPolicyLoss(DualLossModule):
             self._values_all_actions = not reads_action
             name = "state_action_value" if reads_action else "action_value"
             self.set_keys(**{name: written[0]})
+
+    def _detach_shared_layers(self) -> None:
+        """Keep the critics' gradient out of layers that an ensemble shares with the actor.
+
+        TorchRL does so for a single critic. The layers that all members share are views in it.
+        """
+        with self.qvalue_network_params.unlock_() as params:
+            for key, value in list(params.items(True, True)):
+                if value.requires_grad and not isinstance(value, nn.Parameter):
+                    params.set(key, value.data)
 
     def __getstate__(self) -> dict[str, Any]:
         """All but the mapped critic, a function that can't be pickled."""

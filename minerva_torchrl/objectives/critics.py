@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
 
 from tensordict import NestedKey, TensorDictBase
 from tensordict.nn import TensorDictModule
-from torch import Tensor
+from torch import Tensor, nn
 
 from minerva_torchrl.objectives.checks import check_count
 
@@ -90,13 +90,16 @@ class AllActionsCritic(ActionValueCritic):
 
 
 def make_ensemble(
-    qvalue_network: TensorDictModule | Sequence[TensorDictModule], num_qvalue_nets: int
+    qvalue_network: TensorDictModule | Sequence[TensorDictModule],
+    num_qvalue_nets: int,
+    of_actor: Iterable[nn.Parameter] = (),
 ) -> list[TensorDictModule]:
     """The members of a critic ensemble, with the weights of the given modules untouched.
 
     Args:
         qvalue_network (TensorDictModule or sequence of them): a critic, or all members.
         num_qvalue_nets (int): size of the ensemble that is made from a single critic.
+        of_actor (iterable of Parameter): the actor's parameters, which the members may share.
     """
     check_count("num_qvalue_nets", num_qvalue_nets)
     if isinstance(qvalue_network, Sequence):
@@ -117,6 +120,14 @@ def make_ensemble(
             )
     if not critics:
         raise ValueError("qvalue_network must not be an empty list.")
+    elsewhere = set(of_actor)
+    for critic in critics[1:]:
+        for name, parameter in critic.named_parameters():
+            if parameter in set(critics[0].parameters()) - elsewhere:
+                raise ValueError(
+                    f"critics of a list must not share parameters with each other, got {name!r} "
+                    "twice: TorchRL would not list it among the parameters of the loss."
+                )
     return critics
 
 

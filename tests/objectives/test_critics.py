@@ -206,6 +206,9 @@ def test_make_ensemble() -> None:
         assert not torch.equal(p, q)
     members = [make_critic(), make_critic()]
     assert make_ensemble(members, 1) == make_ensemble(tuple(members), 2) == members
+    with pytest.raises(ValueError, match=r"must not share parameters .*'module.network.0.weight'"):
+        make_ensemble([critic, critic], 1)
+    assert len(make_ensemble([critic, critic], 1, critic.parameters())) == 2
     with pytest.raises(ValueError, match=r"num_qvalue_nets=3 contradicts a list of 2 critics"):
         make_ensemble(members, 3)
     with pytest.raises(TypeError, match=r"must be a TensorDictModule .*got Linear"):

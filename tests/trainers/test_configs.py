@@ -174,14 +174,14 @@ class TestMPOTrainer:
 
     def test_action_spec_is_that_of_the_environment(self, composed: Compose) -> None:
         loss = instantiate(composed(MPO).trainer).loss_module
-        assert (loss.action_low.item(), loss.action_high.item()) == (-1.0, 1.0)
+        assert (loss.policy.low.item(), loss.policy.high.item()) == (-1.0, 1.0)
         assert loss.alpha_mean().shape == (1,)
 
     def test_action_spec_of_the_loss_comes_first(self, composed: Compose) -> None:
         spec = "{_target_: torchrl.data.Bounded, low: -3.0, high: 2.0, shape: 1}"
         config = composed(MPO, f"trainer.loss_module.action_spec={spec}")
         loss = instantiate(config.trainer).loss_module
-        assert (loss.action_low.item(), loss.action_high.item()) == (-3.0, 2.0)
+        assert (loss.policy.low.item(), loss.policy.high.item()) == (-3.0, 2.0)
 
     def test_hooks_are_registered(self, composed: Compose) -> None:
         hook = "{_target_: torchrl.trainers.trainers.CountFramesLog, frame_skip: 1}"
