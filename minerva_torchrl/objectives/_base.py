@@ -210,6 +210,14 @@ class DualLossModule(LossModule):
     def _set_in_keys(self) -> None:
         raise NotImplementedError
 
+    def _forward_value_estimator_keys(self, **kwargs: Any) -> None:
+        """Note what the names mean for the networks, each time that one is set."""
+        # The in_keys of an actor may also have an entry that it writes in parts and then reads as a
+        # whole, such as the parameters of a CompositeDistribution.
+        network = self.actor_network
+        self._actor_in_keys = keys_without(network.in_keys, network.out_keys)
+        self._in_keys = None
+
     @property
     def in_keys(self) -> list[NestedKey]:
         """Entries that the loss reads."""
@@ -276,16 +284,6 @@ class DualLossModule(LossModule):
         """The policy with some parameters at some states."""
         with params.to_module(self.actor_network, preserve_module_state=False):
             return self.actor_network.get_dist(states.select(*self._actor_in_keys))
-
-    @property
-    def _actor_in_keys(self) -> list[NestedKey]:
-        """Entries of a state that the actor reads.
-
-        Its ``in_keys`` may also have one that it writes in parts and then reads as a whole, such as
-        the parameters of a ``CompositeDistribution``.
-        """
-        network = self.actor_network
-        return keys_without(tuple(network.in_keys), tuple(network.out_keys))
 
     # Reduction -----------------------------------------------------------------------------------
 

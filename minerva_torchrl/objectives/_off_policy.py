@@ -193,7 +193,7 @@ class OffPolicyLoss(DualLossModule):
         states = self._state_keys
         in_keys = [*states, keys.action]
         in_keys += [("next", key) for key in (*states, keys.reward, keys.done, keys.terminated)]
-        if self._corrects_off_policy:
+        if self._corrects_off_policy and keys.log_prob in self.value_estimator.in_keys:
             in_keys.append(keys.log_prob)
         self._in_keys = [unravel_key(key) for key in in_keys]
 
@@ -201,11 +201,6 @@ class OffPolicyLoss(DualLossModule):
     def _state_keys(self) -> list[NestedKey]:
         """Entries of a state that the networks read."""
         return list(dict.fromkeys([*self._actor_in_keys, *self._critic_state_keys]))
-
-    @property
-    def _critic_state_keys(self) -> list[NestedKey]:
-        """Those that the critic reads: all but the action, or an entry that has it inside."""
-        return keys_without(tuple(self.qvalue_network.in_keys), (self.tensor_keys.action,))
 
     @property
     def _corrects_off_policy(self) -> bool:
@@ -226,7 +221,9 @@ class OffPolicyLoss(DualLossModule):
             }
             accepted = estimator._AcceptedKeys.__dataclass_fields__
             estimator.set_keys(**{name: key for name, key in names.items() if name in accepted})
-        self._in_keys = None
+        # All that the critic reads but the action, or an entry that has the action inside.
+        self._critic_state_keys = keys_without(self.qvalue_network.in_keys, [keys.action])
+        super()._forward_value_estimator_keys(**kwargs)
 
     def make_value_estimator(self, value_type: Any = None, **hyperparams: Any) -> Self:
         """Choose how the critic's target is made.

@@ -125,7 +125,7 @@ class OnPolicyLoss(DualLossModule):
                 done=keys.done,
                 terminated=keys.terminated,
             )
-        self._in_keys = None
+        super()._forward_value_estimator_keys(**kwargs)
 
     def make_value_estimator(self, value_type: Any = None, **hyperparams: Any) -> Self:
         """Choose how advantages and value targets are made.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -72,8 +73,7 @@ def is_inside(key: NestedKey, outer: NestedKey) -> bool:
     return path[: len(outer_path)] == outer_path
 
 
-@functools.cache
-def keys_without(keys: tuple[NestedKey, ...], parts: tuple[NestedKey, ...]) -> list[NestedKey]:
+def keys_without(keys: Iterable[NestedKey], parts: Iterable[NestedKey]) -> list[NestedKey]:
     """Those entries that are none of the given parts and have none of them inside."""
     return [key for key in keys if not any(is_inside(part, key) for part in parts)]
 
