@@ -207,6 +207,19 @@ def with_updater(loss: LossModule) -> LossModule:
     return loss
 
 
+def compiles(function: Any) -> Any:
+    """A test that compiles something; the compiler may remark on code that is not ours."""
+    for message in (
+        # tensordict reads a setting of the compiler that has gone, and remarks on its locks.
+        r"torch\._dynamo\.config\.inline_inbuilt_nn_modules is deprecated:FutureWarning",
+        r"Using lock_\(\) inside a compiled graph:UserWarning",
+        # The compiler imports a module of torch that is written with torch.jit.
+        r"`torch\.jit\.script_method` is deprecated:DeprecationWarning",
+    ):
+        function = pytest.mark.filterwarnings(f"ignore:{message}")(function)
+    return function
+
+
 class InjectedNoise:
     """Stands in for the random draws of a loss: hands out given tensors and notes the requests."""
 

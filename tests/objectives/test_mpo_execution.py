@@ -16,13 +16,22 @@ from torchrl.objectives import HardUpdate
 from minerva_torchrl import MPOLoss, MPOOptimizationStepper
 from tests.objectives.base import (
     ACTION_DIM,
+    OBSERVATION_DIM,
     assert_equal,
+    compiles,
     gradients,
     make_actor,
     make_critic,
     make_transitions,
     total_loss,
     with_updater,
+)
+from tests.objectives.discrete_problem import (
+    NUM_ACTIONS,
+    ActionTable,
+    make_discrete_actor,
+    make_discrete_critic,
+    make_discrete_data,
 )
 
 POLICY_STATES = ["next", "current", "both"]
@@ -70,6 +79,20 @@ def test_mpo_meta_options(kwargs: dict[str, Any]) -> None:
     total_loss(loss(data.to("meta"))).backward()
 
 
+@pytest.mark.parametrize("critic", ["all actions", "single action"])
+@pytest.mark.parametrize("td_est", [None, "retrace"])
+@pytest.mark.filterwarnings("ignore:No target network updater has been associated:UserWarning")
+def test_mpo_meta_discrete(td_est: Any, critic: str) -> None:
+    network = nn.Linear(OBSERVATION_DIM, NUM_ACTIONS, dtype=torch.float64, device="meta")
+    table = ActionTable(OBSERVATION_DIM, NUM_ACTIONS, dtype=torch.float64, device="meta")
+    actor = make_discrete_actor("one-hot", network)
+    loss = MPOLoss(actor, make_discrete_critic(critic, table), policy_states="both")
+    loss.make_value_estimator(td_est)
+    output = loss(make_discrete_data("one-hot", 4, 3).to("meta"))
+    assert all(value.is_meta and value.shape == () for value in output.values())
+    total_loss(output).backward()
+
+
 # Compilation -------------------------------------------------------------------------------------
 
 
@@ -84,19 +107,12 @@ def fresh_compiler() -> Iterator[None]:
     ("backend", "td_est", "kwargs"),
     [
         ("inductor", None, {}),
-        # Code generation takes most of the time; these check the graph that it starts from.
-        ("aot_eager", "retrace", {"num_qvalue_nets": 2}),
-        ("aot_eager", None, {"policy_states": "both"}),
+        # Code generation takes most of the time; this checks the graph that it starts from.
+        ("aot_eager", "retrace", {"num_qvalue_nets": 2, "policy_states": "both"}),
     ],
-    ids=["default", "retrace", "both"],
+    ids=["default", "retrace"],
 )
-# tensordict reads a setting of the compiler that has gone, and remarks on its locks.
-@pytest.mark.filterwarnings(
-    r"ignore:torch\._dynamo\.config\.inline_inbuilt_nn_modules is deprecated:FutureWarning"
-)
-@pytest.mark.filterwarnings(r"ignore:Using lock_\(\) inside a compiled graph:UserWarning")
-# The compiler imports a module of torch that is written with torch.jit.
-@pytest.mark.filterwarnings(r"ignore:`torch\.jit\.script_method` is deprecated:DeprecationWarning")
+@compiles
 def test_mpo_compile(backend: str, td_est: Any, kwargs: dict[str, Any]) -> None:
     """The compiled loss has no graph break and gives the values and gradients of the plain one."""
     torch.manual_seed(0)

@@ -10,7 +10,7 @@ import torch
 from tensordict import TensorDict
 
 from minerva_torchrl import VMPOLoss
-from tests.objectives.base import assert_equal, gradients, total_loss
+from tests.objectives.base import assert_equal, compiles, gradients, total_loss
 from tests.objectives.vmpo_problem import (
     KINDS,
     losses_of,
@@ -106,13 +106,7 @@ def fresh_compiler() -> Iterator[None]:
 
 @pytest.mark.parametrize("kind", ["normal", "one-hot"])
 @pytest.mark.usefixtures("fresh_compiler")
-# tensordict reads a setting of the compiler that has gone, and remarks on its locks.
-@pytest.mark.filterwarnings(
-    r"ignore:torch\._dynamo\.config\.inline_inbuilt_nn_modules is deprecated:FutureWarning"
-)
-@pytest.mark.filterwarnings(r"ignore:Using lock_\(\) inside a compiled graph:UserWarning")
-# The compiler imports a module of torch that is written with torch.jit.
-@pytest.mark.filterwarnings(r"ignore:`torch\.jit\.script_method` is deprecated:DeprecationWarning")
+@compiles
 def test_vmpo_compile(kind: str) -> None:
     """A policy step on part of a batch is one graph, with the values and gradients of the plain."""
     loss = make_loss(kind, temperature_update="gradient")
