@@ -182,7 +182,7 @@ def make_actor_and_loss(
         several = isinstance(critic, (list, tuple))
         critics = [network.to(device) for network in (critic if several else [critic])]
         return algorithm.make_loss(actor.to(device), critics if several else critics[0])
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, NotImplementedError) as error:
         raise ConfigError([f"{title}: {error}"]) from error
 
 
