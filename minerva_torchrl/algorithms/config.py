@@ -80,6 +80,18 @@ class EnvConfig:
     """Simulator steps per action."""
     max_episode_steps: int | None = None
     """Actions after which an episode is truncated, besides the task's own limit."""
+    factory: str | None = None
+    """``module:name`` of what makes an environment of your own, of Gymnasium or TorchRL, when it is
+    called. ``name`` is then no more than a title."""
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the task, of ``gymnasium.make`` or of ``factory``, as in ``env.kwargs.g=5``."""
+    wrappers: tuple[str, ...] = ()
+    """``module:name`` of Gymnasium wrappers, and then of TorchRL transforms, the innermost first.
+    """
+
+    def __post_init__(self) -> None:
+        if self.factory is not None and self.name == EnvConfig.name:
+            object.__setattr__(self, "name", self.factory)  # no title was given
 
 
 @dataclass(frozen=True)
@@ -98,6 +110,9 @@ class NetworkConfig:
     """Units of the policy's hidden layers."""
     critic_sizes: tuple[int, ...] = (256, 256)
     """Units of the critic's hidden layers."""
+    factory: str | None = None
+    """``module:name`` of a function that makes networks of your own: called with the environment
+    and all settings, it returns the policy, and the critic or a list of critics."""
 
 
 @dataclass(frozen=True)
@@ -191,10 +206,15 @@ class RunConfig:
     """Folder of the run. By default one with a name of its own in ``runs/``."""
     resume: str | None = None
     """Folder of a run to go on with."""
+    trust: bool = False
+    """Import the code that the settings of the run to go on with name."""
     num_threads: int = 1
     """Threads of torch: small networks are fastest with one."""
     max_skipped: int = 10
     """Batches in a row that may not be finite before the run is given up."""
+    callbacks: tuple[str, ...] = ()
+    """``module:name`` of callbacks of your own: classes or functions that are called with nothing.
+    """
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)

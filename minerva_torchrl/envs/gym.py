@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import reduce
 from operator import getitem
 from typing import Any
@@ -19,6 +19,7 @@ from gymnasium.envs import classic_control
 from gymnasium.wrappers import OrderEnforcing, TimeLimit
 from numpy.typing import NDArray
 from torchrl.data import Categorical, OneHot, TensorSpec
+from torchrl.envs import EnvBase
 
 from minerva_torchrl.envs._mujoco import get_physics_state, set_physics_state
 from minerva_torchrl.envs._names import unknown_name
@@ -30,8 +31,11 @@ from minerva_torchrl.envs.batched import (
     Observation,
     copy_seeds,
 )
+from minerva_torchrl.envs.torchrl_env import TorchRLAsGymnasium
 
 __all__ = ["GymnasiumEnv", "gymnasium_names"]
+
+GymEnv = gymnasium.Env[Any, Any]
 
 _CLASSIC_CONTROL = (
     classic_control.AcrobotEnv,
@@ -65,7 +69,9 @@ class GymnasiumEnv(BatchedEnv):
     :class:`~torchrl.envs.TransformedEnv` saves its transforms only; its ``base_env`` has the rest.)
 
     Args:
-        name (str): for example ``"HalfCheetah-v5"``.
+        name (str or callable): for example ``"HalfCheetah-v5"``; or what makes a single environment
+            when it is called: a subclass of :class:`gymnasium.Env`, or a function that returns one
+            or a TorchRL environment.
 
     Keyword Args:
         num_envs (int, optional): number of copies. The batch size is ``[num_envs]``, or ``[]`` if
@@ -77,8 +83,11 @@ class GymnasiumEnv(BatchedEnv):
         device (torch.device, optional): device of the data.
         categorical_actions (bool): represent discrete actions by their numbers and not one-hot.
             Defaults to ``False``.
-        **make_kwargs: go to :func:`gymnasium.make`, for example ``max_episode_steps``. ``render``
-            needs ``render_mode="rgb_array"``; MuJoCo tasks also take ``height`` and ``width``.
+        wrappers (sequence of callables): Gymnasium wrappers that go around each copy, the innermost
+            first. Defaults to none.
+        **make_kwargs: go to :func:`gymnasium.make`, for example ``max_episode_steps``, or to the
+            callable. ``render`` needs ``render_mode="rgb_array"``; MuJoCo tasks also take
+            ``height`` and ``width``.
 
     Examples:
         >>> env = GymnasiumEnv("Pendulum-v1", num_envs=2, seed=0, max_episode_steps=3)
@@ -95,17 +104,18 @@ class GymnasiumEnv(BatchedEnv):
 
     def __init__(
         self,
-        name: str,
+        name: str | Callable[..., Any],
         *,
         num_envs: int | None = None,
         frame_skip: int = 1,
         seed: int | None = None,
         device: torch.device | str | None = None,
         categorical_actions: bool = False,
+        wrappers: Sequence[Callable[[GymEnv], GymEnv]] = (),
         **make_kwargs: Any,
     ) -> None:
         seeds = copy_seeds(seed, num_envs)
-        envs = [_make(name, make_kwargs) for _ in seeds]
+        envs = [_wrap(_make(name, make_kwargs), wrappers) for _ in seeds]
         actions = _make_actions(envs[0].action_space, categorical_actions)
         layout = {keys: box.shape for keys, box in _boxes(envs[0].observation_space)}
         simulators = [_GymnasiumCopy(env, seed) for env, seed in zip(envs, seeds, strict=True)]
@@ -176,7 +186,17 @@ class _DiscreteActions:
 # Simulators --------------------------------------------------------------------------------------
 
 
-def _make(name: str, kwargs: dict[str, Any]) -> gymnasium.Env[Any, Any]:
+def _make(name: str | Callable[..., Any], kwargs: dict[str, Any]) -> GymEnv:
+    if callable(name):
+        env = name(**kwargs)
+        if isinstance(env, EnvBase):
+            return TorchRLAsGymnasium(env)
+        if not isinstance(env, gymnasium.Env):
+            raise ValueError(
+                "what makes an environment must return one of Gymnasium or TorchRL, got "
+                f"{type(env).__name__}."
+            )
+        return env
     try:
         return gymnasium.make(name, **{"disable_env_checker": True, **kwargs})
     except gymnasium.error.Error as error:
@@ -184,12 +204,28 @@ def _make(name: str, kwargs: dict[str, Any]) -> gymnasium.Env[Any, Any]:
         if isinstance(error, unknown) or "Malformed environment ID" in str(error):
             raise unknown_name("Gymnasium environment", name, gymnasium_names()) from error
         raise
+    except ModuleNotFoundError as error:
+        module = name.partition(":")[0]
+        if ":" in name and error.name in (None, module):
+            raise ValueError(f"there is no module {module!r} to import for {name!r}.") from error
+        raise
+
+
+def _wrap(env: GymEnv, wrappers: Sequence[Callable[[GymEnv], GymEnv]]) -> GymEnv:
+    for wrapper in wrappers:
+        env = wrapper(env)
+        if not isinstance(env, gymnasium.Env):
+            raise ValueError(
+                f"wrappers: {getattr(wrapper, '__qualname__', wrapper)} must return a Gymnasium "
+                f"environment, got {type(env).__name__}."
+            )
+    return env
 
 
 class _GymnasiumCopy:
     """A Gymnasium environment as a ``Simulator``."""
 
-    def __init__(self, env: gymnasium.Env[Any, Any], seed: int) -> None:
+    def __init__(self, env: GymEnv, seed: int) -> None:
         self.env = env
         self.first_seed: int | None = seed
         self.wrappers: list[gymnasium.Wrapper[Any, Any, Any, Any]] = []
@@ -197,6 +233,9 @@ class _GymnasiumCopy:
             self.wrappers.append(env)
             env = env.env
         self.step_limit = self.env.spec.max_episode_steps if self.env.spec else None
+        for wrapper in self.wrappers:
+            if isinstance(wrapper, TimeLimit) and self.step_limit is None:
+                self.step_limit = wrapper._max_episode_steps
         self.parts = [keys for keys, _ in _boxes(self.env.observation_space)]
         self.has_physics = isinstance(getattr(env, "model", None), mujoco.MjModel)
         self.renderer: Any = getattr(env, "mujoco_renderer", None)  # has no viewer at first

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -45,13 +47,14 @@ def list_envs() -> list[str]:
 
 
 def make_env(
-    name: str,
+    name: str | Callable[..., Any],
     *,
     num_envs: int | None = None,
     num_workers: int = 0,
     seed: int | None = None,
     frame_skip: int = 1,
     max_episode_steps: int | None = None,
+    wrappers: Sequence[Callable[..., Any]] = (),
     staggered: bool = False,
     observation_norm: bool | RunningObservationNorm = False,
     device: torch.device | str | None = None,
@@ -67,9 +70,12 @@ def make_env(
     ``env.base_env.state_dict()`` has the state of the simulators.
 
     Args:
-        name (str): ``"domain-task"`` for a DM Control task, for example ``"ball_in_cup-catch"``, or
-            ``"gym:"`` and the name of a Gymnasium environment, for example
-            ``"gym:HalfCheetah-v5"``. :func:`list_envs` lists all.
+        name (str or callable): ``"domain-task"`` for a DM Control task, for example
+            ``"ball_in_cup-catch"``, or ``"gym:"`` and the name of a Gymnasium environment, for
+            example ``"gym:HalfCheetah-v5"``. :func:`list_envs` lists all. Or what makes a single
+            environment of your own: a subclass of :class:`gymnasium.Env`, or a function that
+            returns an environment of Gymnasium or TorchRL. It is called once for each copy, and
+            copies are seeded when they are reset.
 
     Keyword Args:
         num_envs (int, optional): number of copies. The batch size is ``[num_envs]``, or ``[]`` if
@@ -84,13 +90,18 @@ def make_env(
         frame_skip (int): steps that each action is repeated for. Defaults to ``1``.
         max_episode_steps (int, optional): steps, each of them ``frame_skip`` frames, after which an
             episode is truncated if it has not ended before. Defaults to the task's own limit only.
+        wrappers (sequence of callables): Gymnasium wrappers, each called with an environment, and
+            after them transforms of TorchRL, each a class or function that is called with nothing.
+            What comes out of them is the task: rewards, returns and observations are theirs.
+            Defaults to none.
         staggered (bool): spread the copies over the length of an episode at first, see
             :class:`StaggeredEpisodes`. Tasks without a limit are left alone. Defaults to ``False``.
         observation_norm (bool or RunningObservationNorm): normalise observations with running
             statistics, or with a given transform. For evaluation that is the ``frozen_view()`` of
             the one in training. Defaults to ``False``.
         device (torch.device, optional): device of the data.
-        **kwargs: go to :class:`GymnasiumEnv`, for example ``render_mode="rgb_array"``.
+        **kwargs: go to the environment itself: arguments of :func:`gymnasium.make`, for example
+            ``render_mode="rgb_array"``, of the task of DM Control, or of what makes it.
 
     Examples:
         >>> env = make_env("cartpole-swingup", num_envs=4, seed=0, max_episode_steps=100)
@@ -110,13 +121,15 @@ def make_env(
             "observation_norm must be a bool or a RunningObservationNorm, "
             f"got {type(observation_norm).__name__}."
         )
-    make_copies = partial(_make_base_env, name, frame_skip=frame_skip, **kwargs)
+    wrappers, own_transforms = _split_wrappers(wrappers)
+    make_copies = partial(_make_base_env, name, wrappers=wrappers, frame_skip=frame_skip, **kwargs)
     env: BatchedEnv | _Workers
     if num_workers > 1:
         env = _in_processes(make_copies, num_envs, num_workers, seed, device)
     else:
         env = make_copies(num_envs=num_envs, seed=seed, device=device)
     transforms: list[Transform] = [
+        *own_transforms,
         InitTracker(),
         StepCounter(max_steps=max_episode_steps),
         RewardSum(in_keys=["reward"], out_keys=["episode_reward"]),
@@ -132,11 +145,46 @@ def make_env(
     return TransformedEnv(env, Compose(*transforms))
 
 
-def _make_base_env(name: str, **kwargs: Any) -> BatchedEnv:
+def _split_wrappers(
+    wrappers: Sequence[Callable[..., Any]],
+) -> tuple[list[Callable[..., Any]], list[Transform]]:
+    """Gymnasium wrappers, which need an environment, and transforms, which are made of nothing."""
+    for_gymnasium: list[Callable[..., Any]] = []
+    transforms: list[Transform] = []
+    for wrapper in wrappers:
+        name = getattr(wrapper, "__qualname__", wrapper)
+        is_transform = isinstance(wrapper, type) and issubclass(wrapper, Transform)
+        if is_transform or not signature(wrapper).parameters:
+            transform = wrapper()
+            if not isinstance(transform, Transform):
+                raise ValueError(
+                    f"wrappers: {name} must take an environment, or return a transform of TorchRL; "
+                    f"it returned {type(transform).__name__}."
+                )
+            transforms.append(transform)
+        elif transforms:
+            raise ValueError(
+                f"wrappers: {name} is for a Gymnasium environment, and must come before transforms."
+            )
+        else:
+            for_gymnasium.append(wrapper)
+    return for_gymnasium, transforms
+
+
+def _make_base_env(
+    name: str | Callable[..., Any], *, wrappers: Sequence[Callable[..., Any]], **kwargs: Any
+) -> BatchedEnv:
+    if not isinstance(name, str):
+        return GymnasiumEnv(name, wrappers=wrappers, **kwargs)
     if name.startswith(_GYM):
-        return GymnasiumEnv(name.removeprefix(_GYM), **kwargs)
+        return GymnasiumEnv(name.removeprefix(_GYM), wrappers=wrappers, **kwargs)
     if name not in suite_names():
         raise unknown_name("environment", name, list_envs())
+    if wrappers:
+        raise ValueError(
+            f"wrappers: {name} is a task of DM Control, which takes transforms of TorchRL only, "
+            f"and not {getattr(wrappers[0], '__qualname__', wrappers[0])}."
+        )
     domain, _, task = name.partition("-")
     return SuiteEnv(domain, task, **kwargs)
 

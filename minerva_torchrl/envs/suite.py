@@ -73,6 +73,7 @@ class SuiteEnv(BatchedEnv):
         seed (int, optional): seed of the first copy; the others follow from it. Without it every
             environment is different.
         device (torch.device, optional): device of the data.
+        **task_kwargs: go to the task, for example ``time_limit``.
 
     Examples:
         >>> env = SuiteEnv("cartpole", "balance", num_envs=2, seed=0)
@@ -94,10 +95,15 @@ class SuiteEnv(BatchedEnv):
         frame_skip: int = 1,
         seed: int | None = None,
         device: torch.device | str | None = None,
+        **task_kwargs: Any,
     ) -> None:
         if (domain, task) not in suite.ALL_TASKS:
             raise unknown_name("DM Control task", f"{domain}-{task}", suite_names())
-        simulators = [_SuiteTask(domain, task, seed) for seed in copy_seeds(seed, num_envs)]
+        if "random" in task_kwargs:
+            raise TypeError("random can't be given: the random generators follow from seed.")
+        simulators = [
+            _SuiteTask(domain, task, seed, task_kwargs) for seed in copy_seeds(seed, num_envs)
+        ]
         super().__init__(
             simulators,
             _make_actions(simulators[0].env),
@@ -122,12 +128,13 @@ class _SuiteTask:
 
     exact_state = True
 
-    def __init__(self, domain: str, task: str, seed: int) -> None:
-        self.domain, self.task = domain, task
+    def __init__(self, domain: str, task: str, seed: int, task_kwargs: dict[str, Any]) -> None:
+        self.domain, self.task, self.task_kwargs = domain, task, task_kwargs
         self._load(seed)
 
     def _load(self, seed: int) -> None:
-        self.env = suite.load(self.domain, self.task, task_kwargs={"random": seed})
+        task_kwargs = {"random": seed, **self.task_kwargs}
+        self.env = suite.load(self.domain, self.task, task_kwargs=task_kwargs)
         # Some tasks have attributes only once an episode has begun. Its draws do not count.
         random = self.env.task.random.get_state()
         try:

@@ -21,7 +21,7 @@ from minerva_torchrl.report.values import setting_text
 
 __all__ = ["command_blocks", "differences_blocks", "settings_blocks"]
 
-_NOT_LISTED = ("algo", "seed", "run_dir", "resume")
+_NOT_LISTED = ("algo", "seed", "run_dir", "resume", "trust")
 
 
 def differences_blocks(groups: Sequence[Group]) -> list[Block]:

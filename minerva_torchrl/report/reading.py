@@ -26,7 +26,7 @@ _NOT_SEARCHED = ("checkpoints", "videos", "wandb", "tensorboard")
 # Settings that say which run it is. Runs are compared by the others.
 _IDENTITY = ("algo", "env.name", "seed")
 # Settings that a preset does not choose.
-_NOT_OF_A_PRESET = (*_IDENTITY, "preset", "total_frames", "run_dir", "resume")
+_NOT_OF_A_PRESET = (*_IDENTITY, "preset", "total_frames", "run_dir", "resume", "trust")
 _SPEEDS = ("wall_seconds", "frames_per_second", "updates_per_second")
 
 
@@ -99,7 +99,7 @@ class RecordedRun:
         return {
             name: value
             for name, value in self.settings.items()
-            if name not in _NOT_OF_A_PRESET and value != preset[name]
+            if name not in _NOT_OF_A_PRESET and (name not in preset or value != preset[name])
         }
 
     @property
@@ -160,8 +160,8 @@ def load_runs(
     return LoadedRuns(tuple(unique), tuple(problems + duplicates))
 
 
-def flatten(settings: object, prefix: str = "") -> dict[str, Any]:
-    """Settings by dotted name, from a dataclass with sections.
+def flatten(settings: Any, prefix: str = "") -> dict[str, Any]:
+    """Settings by dotted name, from a dataclass with sections. Lists become tuples.
 
     Examples:
         >>> from minerva_torchrl.algorithms.mpo import MPOConfig
@@ -169,12 +169,16 @@ def flatten(settings: object, prefix: str = "") -> dict[str, Any]:
         'cartpole-balance'
     """
     flat: dict[str, Any] = {}
-    for name, value in vars(settings).items():
-        if is_dataclass(value):
+    for name, value in (settings if isinstance(settings, dict) else vars(settings)).items():
+        if is_dataclass(value) or isinstance(value, dict):
             flat.update(flatten(value, f"{prefix}{name}."))
         else:
-            flat[prefix + name] = value
+            flat[prefix + name] = _with_tuples(value)
     return flat
+
+
+def _with_tuples(value: Any) -> Any:
+    return tuple(map(_with_tuples, value)) if isinstance(value, (list, tuple)) else value
 
 
 @cache

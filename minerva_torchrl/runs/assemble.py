@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from dataclasses import asdict, dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +18,7 @@ from torchrl.trainers import Trainer
 from minerva_torchrl.algorithms import ALGORITHMS, RunConfig
 from minerva_torchrl.envs import ReturnStdScaling, RunningObservationNorm, make_env
 from minerva_torchrl.modules import keep_freed_memory
+from minerva_torchrl.runs.parts import UserParts, find_parts
 from minerva_torchrl.runs.strict import ConfigError
 
 __all__ = [
@@ -51,23 +51,26 @@ class Assembly:
         return self.loss.actor_network
 
 
-def assemble(config: RunConfig) -> Assembly:
+def assemble(config: RunConfig, parts: UserParts | None = None) -> Assembly:
     """Everything that a run of these settings trains with.
 
     Args:
         config (RunConfig): settings without problems.
+        parts (UserParts, optional): what the run takes from its user. Defaults to what the settings
+            name.
 
     Returns:
         Its parts, seeded with ``config.seed``.
     """
+    parts = find_parts(config) if parts is None else parts
     device = resolve_device(config.device)
     torch.manual_seed(config.seed)
     # Not used here, but some environments do.
     random.seed(config.seed)
     np.random.seed(config.seed)
     keep_freed_memory()
-    env = make_training_env(config)
-    loss = make_actor_and_loss(config, env, device)
+    env = make_training_env(config, parts)
+    loss = make_actor_and_loss(config, env, device, parts)
     if config.compile.enabled:
         _compile_networks(loss, config.compile.mode)
     collector = Collector(
@@ -114,33 +117,44 @@ def resolve_device(name: str) -> torch.device:
 # Environments ------------------------------------------------------------------------------------
 
 
-def make_training_env(config: RunConfig) -> TransformedEnv:
+def make_training_env(config: RunConfig, parts: UserParts) -> TransformedEnv:
     """The environment to collect from, ``[num_envs]``."""
     arguments = asdict(config.env)
     reward_scaling = arguments.pop("reward_scaling", False)
+    for name in ("name", "factory", "kwargs", "wrappers"):
+        del arguments[name]
+    simulator, kwargs = parts.simulator(config, video=False)
+    title = "env.name" if parts.make_env is None else parts.env_title
     try:
-        env = make_env(**arguments, seed=config.seed)
+        env = make_env(simulator, wrappers=parts.wrappers, **arguments, seed=config.seed, **kwargs)
     except ValueError as error:
-        raise ConfigError([f"env.name: {error}"]) from None
+        of_wrappers = str(error).startswith("wrappers: ")
+        problem = f"env.{error}" if of_wrappers else f"{title}: {error}"
+        raise ConfigError([problem]) from error
+    except TypeError as error:
+        if not kwargs:
+            raise
+        raise ConfigError([f"env.kwargs: {error}"]) from error
     if reward_scaling:
         env.append_transform(ReturnStdScaling(config.loss.gamma))
     return env
 
 
-def make_evaluation_env(config: RunConfig, training_env: TransformedEnv) -> TransformedEnv:
+def make_evaluation_env(
+    config: RunConfig, training_env: TransformedEnv, parts: UserParts
+) -> TransformedEnv:
     """Environments for evaluation: rewards as they are, statistics those of training, frozen."""
     norms = [t for t in training_env.transform if isinstance(t, RunningObservationNorm)]
-    extra: dict[str, Any] = {}
-    if config.eval.video and config.env.name.startswith("gym:"):
-        extra["render_mode"] = "rgb_array"
+    simulator, kwargs = parts.simulator(config, video=config.eval.video)
     return make_env(
-        config.env.name,
+        simulator,
+        wrappers=parts.wrappers,
         num_envs=config.eval.episodes,
         seed=evaluation_seed(config),
         frame_skip=config.env.frame_skip,
         max_episode_steps=config.env.max_episode_steps,
         observation_norm=norms[0].frozen_view() if norms else False,
-        **extra,
+        **kwargs,
     )
 
 
@@ -154,16 +168,22 @@ def evaluation_seed(config: RunConfig) -> int:
 # Networks and losses -----------------------------------------------------------------------------
 
 
-def make_actor_and_loss(config: RunConfig, env: TransformedEnv, device: torch.device) -> LossModule:
-    """Networks for an environment, in the loss of the algorithm."""
+def make_actor_and_loss(
+    config: RunConfig, env: TransformedEnv, device: torch.device, parts: UserParts
+) -> LossModule:
+    """Networks for an environment, the user's or the algorithm's, in the loss of the algorithm."""
     algorithm = ALGORITHMS[config.algo](config)
+    title, networks = "loss", None
+    if parts.networks is not None:
+        networks = parts.make_networks(env, config)
+        title = f"loss with the networks of {parts.networks_title}"
     try:
-        actor, critic = algorithm.make_networks(env)
+        actor, critic = algorithm.make_networks(env) if networks is None else networks
         several = isinstance(critic, (list, tuple))
         critics = [network.to(device) for network in (critic if several else [critic])]
         return algorithm.make_loss(actor.to(device), critics if several else critics[0])
-    except (ValueError, TypeError) as error:
-        raise ConfigError([f"loss: {error}"]) from error
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise ConfigError([f"{title}: {error}"]) from error
 
 
 def _compile_networks(loss: LossModule, mode: str) -> None:

@@ -31,6 +31,7 @@ from minerva_torchrl.runs.settings import (
     resumed_config,
 )
 from minerva_torchrl.runs.strict import ConfigError
+from minerva_torchrl.runs.trust import check_trust, code_in
 from minerva_torchrl.runs.video import require_video_support, write_video
 from minerva_torchrl.trainers import NonFiniteError
 
@@ -109,15 +110,17 @@ def _make_run(settings: dict[str, Any]) -> Run:
         return Run(config, Path(config.run_dir) if config.run_dir else default_run_dir(config))
     run_dir = Path(resume)
     overrides = explicit_overrides(HydraConfig.get().overrides.task)
-    del overrides["resume"]
+    for name in ("resume", "trust"):
+        overrides.pop(name, None)
     config = resumed_config(run_dir, overrides)
     if config.algo != settings["algo"]:
         raise ConfigError([f"{run_dir} is a run of {config.algo}, not of {settings['algo']}."])
+    check_trust(config, run_dir, named_again=overrides, trust=settings["trust"])
     if _has_just_begun(run_dir):
-        return Run(config, run_dir, restart=True)
+        return Run(config, run_dir, restart=True, trust=True)
     checkpoint = open_checkpoint(run_dir)
     check_same_run(config, checkpoint)
-    return Run(config, run_dir, checkpoint=checkpoint)
+    return Run(config, run_dir, checkpoint=checkpoint, trust=True)
 
 
 def _has_just_begun(run_dir: Path) -> bool:
@@ -142,7 +145,8 @@ def _last_lines(run: Run, summary: dict[str, Any]) -> list[str]:
     if ALGORITHMS[run.config.algo].__module__.startswith("minerva_torchrl."):
         # Other algorithms are known to the programs that register them only.
         evaluation = f"{python_command()} -m minerva_torchrl evaluate {shlex.quote(str(folder))}"
-        lines.append(f"  watch       {evaluation} --episodes 10")
+        trust = " --trust" if code_in(run.config).keys() - {"callbacks"} else ""
+        lines.append(f"  watch       {evaluation} --episodes 10{trust}")
     return lines
 
 
@@ -176,6 +180,9 @@ def _evaluation_arguments(arguments: Sequence[str] | None, prog: str | None) -> 
     parser.add_argument("--episodes", type=int, default=10, help="number of episodes (10)")
     parser.add_argument("--checkpoint", choices=("last", "best"), default="last")
     parser.add_argument("--seed", type=int, help="seed (default: that of the run's evaluations)")
+    parser.add_argument(
+        "--trust", action="store_true", help="import the code that the run's settings name"
+    )
     parser.add_argument("--video", metavar="FILE", help="write the first episode to an mp4 file")
     args = parser.parse_args(arguments)
     if args.episodes < 1:
@@ -190,7 +197,7 @@ def _evaluation_arguments(arguments: Sequence[str] | None, prog: str | None) -> 
 def _evaluate(args: argparse.Namespace) -> None:
     if args.video:
         require_video_support()
-    policy = load_policy(args.run, name=args.checkpoint)
+    policy = load_policy(args.run, name=args.checkpoint, trust=args.trust)
     env = policy.make_env(episodes=args.episodes, seed=args.seed, video=bool(args.video))
     pictures: list[Any] = []
     render = (lambda: pictures.append(env.base_env.render())) if args.video else None

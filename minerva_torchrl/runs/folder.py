@@ -116,7 +116,7 @@ def resume_argument(run_dir: Path) -> str:
 
 def plain_settings(config: RunConfig, run_dir: Path) -> dict[str, Any]:
     """Settings as ``config.yaml`` has them: with the folder, and with lists in place of tuples."""
-    settings = {**asdict(config), "run_dir": str(run_dir), "resume": None}
+    settings = {**asdict(config), "run_dir": str(run_dir), "resume": None, "trust": False}
     return {name: _with_lists(value) for name, value in settings.items()}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -20,9 +21,11 @@ from minerva_torchrl.runs.assemble import (
     make_training_env,
 )
 from minerva_torchrl.runs.checkpoints import Checkpoint, CheckpointError, open_checkpoint
+from minerva_torchrl.runs.parts import Networks, UserParts, find_parts, with_names
 from minerva_torchrl.runs.policy import DeployedPolicy
 from minerva_torchrl.runs.settings import load_config
 from minerva_torchrl.runs.snapshot import restore_model
+from minerva_torchrl.runs.trust import check_trust
 
 __all__ = ["TrainedPolicy", "load_policy"]
 
@@ -39,6 +42,7 @@ class TrainedPolicy:
     checkpoint: Checkpoint
     actor: ProbabilisticTensorDictSequential
     _training_env: TransformedEnv
+    _parts: UserParts
 
     @property
     def evaluation_seed(self) -> int:
@@ -57,7 +61,8 @@ class TrainedPolicy:
         """
         seed = self.evaluation_seed if seed is None else seed
         settings = replace(self.config.eval, episodes=episodes, seed=seed, video=video)
-        return make_evaluation_env(replace(self.config, eval=settings), self._training_env)
+        config = replace(self.config, eval=settings)
+        return make_evaluation_env(config, self._training_env, self._parts)
 
     @cached_property
     def deployed(self) -> DeployedPolicy:
@@ -76,8 +81,18 @@ class TrainedPolicy:
         self.deployed.export(path)
 
 
-def load_policy(path: Path | str, *, name: str = "last") -> TrainedPolicy:
+def load_policy(
+    path: Path | str,
+    *,
+    name: str = "last",
+    networks: Networks | None = None,
+    make_env: Callable[..., Any] | None = None,
+    trust: bool = False,
+) -> TrainedPolicy:
     """Load the policy of a run, on the CPU.
+
+    Code that the folder's settings name is not imported, unless it is trusted: a run with networks
+    or environments of the user's needs them again, or ``trust=True``.
 
     Args:
         path (Path or str): folder of the run, or of one of its checkpoints.
@@ -85,6 +100,10 @@ def load_policy(path: Path | str, *, name: str = "last") -> TrainedPolicy:
     Keyword Args:
         name (str): ``"last"`` or ``"best"``, if ``path`` is the folder of a run. Defaults to
             ``"last"``.
+        networks (callable or pair, optional): as in :class:`Run`. The trained parameters go into
+            the modules of a pair.
+        make_env (callable, optional): as in :class:`Run`.
+        trust (bool): import the code that the folder's settings name. Defaults to ``False``.
     """
     path = Path(path)
     is_run = (path / "checkpoints").is_dir()
@@ -93,8 +112,13 @@ def load_policy(path: Path | str, *, name: str = "last") -> TrainedPolicy:
     config = load_config(run_dir)
     if checkpoint.metadata.get("algo") != config.algo:
         raise CheckpointError(f"{checkpoint.path} is not a checkpoint of the run in {run_dir}.")
+    given = {"network.factory": networks, "env.factory": make_env}
+    again = {"callbacks", *(name for name, part in given.items() if part is not None)}
+    config = with_names(config, networks, make_env)
+    check_trust(config, run_dir, named_again=again, trust=trust)
+    parts = find_parts(config, networks=networks, make_env=make_env)
     one = replace(config, env=replace(config.env, num_envs=1, num_workers=0))
-    env = make_training_env(one)
-    loss = make_actor_and_loss(one, env, torch.device("cpu"))
+    env = make_training_env(one, parts)
+    loss = make_actor_and_loss(one, env, torch.device("cpu"), parts)
     restore_model(loss, env, checkpoint)
-    return TrainedPolicy(config, checkpoint, loss.actor_network, env)
+    return TrainedPolicy(config, checkpoint, loss.actor_network, env, parts)

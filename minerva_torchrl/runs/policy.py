@@ -65,6 +65,7 @@ class DeployedPolicy(nn.Module):
             raise ValueError(f"actor must read 'observation' only, and reads {actor.in_keys}.")
         self.observation_layout: ObservationLayout = env.base_env.observation_layout
         self.observation_size: int = env.observation_spec["observation"].shape[-1]
+        _check_transforms(env)
         norms = [t for t in env.transform if isinstance(t, RunningObservationNorm)]
         self.normalise = _Normalisation(norms[0]) if norms else nn.Identity()
         self.actor = copy.deepcopy(actor).eval().requires_grad_(False)
@@ -164,6 +165,18 @@ class _Normalisation(nn.Module):
     def forward(self, observation: Tensor) -> Tensor:
         normalised = (observation.double() - self.loc) / self.scale
         return normalised.clamp(-self.clip, self.clip).float()
+
+
+def _check_transforms(env: TransformedEnv) -> None:
+    """Raise if a transform changes observations or actions in a way that is not known here."""
+    for transform in env.transform:
+        keys = {*transform.out_keys, *transform.in_keys_inv, *transform.out_keys_inv}
+        if keys & {"observation", "action"} and not isinstance(transform, RunningObservationNorm):
+            raise ValueError(
+                f"{type(transform).__name__} changes observations or actions, which a policy "
+                "outside of TorchRL would have to do without. Use the actor with make_env(), or a "
+                "Gymnasium wrapper in place of the transform."
+            )
 
 
 def _action_module(env: TransformedEnv) -> nn.Module:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import shlex
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TextIO
@@ -20,9 +20,11 @@ from minerva_torchrl.runs.checkpoints import Checkpoint, CheckpointError
 from minerva_torchrl.runs.folder import RunFolder, check_folder, plain_settings, resume_argument
 from minerva_torchrl.runs.loggers import check_backend, close_logger, make_logger
 from minerva_torchrl.runs.loop import TrainingLoop
+from minerva_torchrl.runs.parts import Networks, find_callbacks, find_parts, with_names
 from minerva_torchrl.runs.progress import Progress
 from minerva_torchrl.runs.signals import StopOnSignals
 from minerva_torchrl.runs.strict import ConfigError
+from minerva_torchrl.runs.trust import check_trust, code_in
 from minerva_torchrl.runs.video import require_video_support
 
 __all__ = ["Run", "check_same_run", "python_command", "train_command"]
@@ -40,11 +42,22 @@ class Run:
         run_dir (Path): the folder. It must be new or empty, unless the run is resumed.
 
     Keyword Args:
+        networks (callable or pair, optional): networks of your own: a function that is called with
+            the environment and the settings and returns the policy, and the critic or a list of
+            critics; or the two themselves. The policy is a ``ProbabilisticActor`` that reads
+            ``"observation"``, with its ``spec``; critics are TensorDict modules that write what the
+            algorithm's loss reads. Defaults to what ``network.factory`` names, or the algorithm's.
+        make_env (callable, optional): makes a single environment of your own when it is called with
+            ``env.kwargs``, of Gymnasium or TorchRL; see :func:`~minerva_torchrl.make_env`. Defaults
+            to what ``env.factory`` names, or the environment ``env.name``.
+        callbacks (sequence of Callback, optional): called while the run trains, in this order. A
+            run that is resumed must have callbacks of the same classes again. Defaults to those
+            that the setting ``callbacks`` names.
         checkpoint (Checkpoint, optional): where to go on, a checkpoint of the same run.
         restart (bool): begin again in the folder of a run that has no checkpoint yet. Defaults to
             ``False``.
-        callbacks (sequence of Callback): called while the run trains, in this order. A run that is
-            resumed must have callbacks of the same classes again. Defaults to none.
+        trust (bool): when the run goes on: import the code that its settings name. What is passed
+            as ``networks``, ``make_env`` or ``callbacks`` needs no trust. Defaults to ``False``.
         stream (text stream, optional): where progress is shown. Defaults to ``sys.stderr``.
 
     Attributes:
@@ -77,33 +90,42 @@ class Run:
         config: RunConfig,
         run_dir: Path,
         *,
+        networks: Networks | None = None,
+        make_env: Callable[..., Any] | None = None,
+        callbacks: Sequence[Callback] | None = None,
         checkpoint: Checkpoint | None = None,
         restart: bool = False,
-        callbacks: Sequence[Callback] = (),
+        trust: bool = False,
         stream: TextIO | None = None,
     ) -> None:
         problems = list(config.problems())
         if problems:
             raise ConfigError(problems)
-        for callback in callbacks:
+        for callback in callbacks or ():
             if not isinstance(callback, Callback):
                 raise TypeError(f"callbacks must be Callback objects, got {callback!r}.")
+        config = with_names(config, networks, make_env)
         self.config, self.run_dir, self.checkpoint = config, run_dir, checkpoint
-        self.callbacks = tuple(callbacks)
         self.stop_reason: str | None = None
         self.saved_frames = 0 if checkpoint is None else checkpoint.frames
         self.earlier_seconds = 0.0 if checkpoint is None else checkpoint.metadata["wall_seconds"]
         self._stream = sys.stderr if stream is None else stream
         self._new = checkpoint is None and not restart
         check_folder(run_dir, new=self._new)
+        if not self._new:
+            given = {"network.factory": networks, "env.factory": make_env, "callbacks": callbacks}
+            again = [name for name, part in given.items() if part is not None]
+            check_trust(config, run_dir, named_again=again, trust=trust)
+        self.callbacks = tuple(find_callbacks(config) if callbacks is None else callbacks)
+        parts = find_parts(config, networks=networks, make_env=make_env)
         _check_requirements(config)
         # TorchRL's notes would tear the progress bar.
         logging.getLogger("torchrl").setLevel(logging.WARNING)
         torch.set_num_threads(config.num_threads)
         with ExitStack() as opened:
-            self.assembly = assemble(config)
+            self.assembly = assemble(config, parts)
             opened.callback(self.assembly.collector.shutdown)
-            self.eval_env = make_evaluation_env(config, self.assembly.env)
+            self.eval_env = make_evaluation_env(config, self.assembly.env, parts)
             opened.callback(self.eval_env.close, raise_if_closed=False)
             if config.eval.video:
                 self._check_rendering()
@@ -178,7 +200,8 @@ class Run:
     def resume_command(self) -> str:
         """What to type to go on with this run."""
         argument = shlex.quote(resume_argument(self.run_dir))
-        return f"{train_command(self.config.algo)} {argument}"
+        trust = " trust=true" if code_in(self.config) else ""
+        return f"{train_command(self.config.algo)} {argument}{trust}"
 
     def _check_rendering(self) -> None:
         self.eval_env.reset()

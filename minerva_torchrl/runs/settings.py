@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import sys
 import time
 import warnings
@@ -37,8 +38,10 @@ __all__ = [
 _EXECUTION = ("device", "num_threads", "checkpoint.", "logger.")
 # Settings that may be changed when a run is resumed.
 _CHANGEABLE = ("total_frames", *_EXECUTION, "eval.video")
+# A section that may have settings of any name.
+_FREE_SECTION = "env.kwargs"
 # Settings that have no influence on what a run learns.
-_WITHOUT_INFLUENCE = (*_EXECUTION, "eval.", "run_dir", "resume")
+_WITHOUT_INFLUENCE = (*_EXECUTION, "eval.", "run_dir", "resume", "trust")
 
 
 def parse_config(algo: str, settings: Mapping[str, Any]) -> RunConfig:
@@ -75,7 +78,7 @@ def parse_config(algo: str, settings: Mapping[str, Any]) -> RunConfig:
 
 
 def load_config(run_dir: Path) -> RunConfig:
-    """The settings in the folder of a run."""
+    """The settings in the folder of a run. Code that they name is not imported."""
     file = run_dir / "config.yaml"
     if not run_dir.is_dir():
         raise CheckpointError(f"there is no run in {run_dir}: no such folder.")
@@ -86,7 +89,8 @@ def load_config(run_dir: Path) -> RunConfig:
             _rename(settings, ALGORITHMS[algo].renamed)
             for name, value in ALGORITHMS[algo].earlier.items():
                 settings = _merge(_set({}, name, value), settings)
-        return parse_config(algo, settings)
+        # Whether the folder is trusted is not for the folder to say.
+        return parse_config(algo, {**settings, "trust": False})
     except FileNotFoundError:
         raise CheckpointError(f"there is no run in {run_dir}: it has no config.yaml.") from None
     except ConfigError as error:
@@ -100,16 +104,21 @@ def resumed_config(run_dir: Path, overrides: Mapping[str, Any]) -> RunConfig:
 
     Args:
         run_dir (Path): folder of the run.
-        overrides (mapping): dotted names and new values.
+        overrides (mapping): dotted names and new values. Of settings that can't change, they must
+            be the old ones.
     """
-    fixed = [name for name in overrides if not name.startswith(_CHANGEABLE)]
+    config = load_config(run_dir)
+    settings = asdict(config)
+    fixed = [
+        name
+        for name, value in overrides.items()
+        if not name.startswith(_CHANGEABLE) and not _has(settings, name, value)
+    ]
     if fixed:
         allowed = ", ".join(name + "*" * name.endswith(".") for name in _CHANGEABLE)
         raise ConfigError(
             [f"{name} can't change when a run is resumed. What can: {allowed}." for name in fixed]
         )
-    config = load_config(run_dir)
-    settings = asdict(config)
     for name, value in overrides.items():
         _set(settings, name, value)
     return parse_config(config.algo, settings)
@@ -130,7 +139,7 @@ def affects_learning(name: str) -> bool:
 
 def default_run_dir(config: RunConfig) -> Path:
     """A folder in ``runs/`` that is not there yet, named after the run."""
-    env = config.env.name.replace("gym:", "").replace("/", "_")
+    env = re.sub(r"[^\w.-]+", "_", config.env.name.replace("gym:", "")).strip("_")
     preset = "" if config.preset == "default" else f"_{config.preset}"
     stamp = time.strftime("%Y%m%d-%H%M%S")
     name = f"{config.algo}{preset}_{env}_seed{config.seed}_{stamp}"
@@ -212,6 +221,8 @@ def check_overrides(algo: str, arguments: Sequence[str] | None = None) -> list[s
                 problems.append(f"preset must be one of {allowed}, got {override.value()!r}.")
         elif name.split(".")[0] != "hydra":
             problems += filter(None, [unknown_setting(algorithm.config_class, name)])
+            if name.startswith(_FREE_SECTION) and argument.startswith(_FREE_SECTION):
+                checked[index] = f"++{argument}"  # Hydra would want names that it knows
     if problems:
         sys.stderr.write("".join(f"error: {problem}\n" for problem in problems))
         raise SystemExit(2)
@@ -267,6 +278,17 @@ def _section(settings: Any, name: str) -> dict[str, Any]:
     for part in filter(None, name.split(".")):
         settings = settings.setdefault(part, {})
     return settings if isinstance(settings, dict) else {}
+
+
+def _has(settings: Any, name: str, value: Any) -> bool:
+    """Whether a setting exists and has this value."""
+    for part in name.split("."):
+        if not isinstance(settings, Mapping) or part not in settings:
+            return False
+        settings = settings[part]
+    if isinstance(settings, tuple):
+        settings = list(settings)
+    return bool(settings == value)
 
 
 def _set(settings: dict[str, Any], name: str, value: Any) -> dict[str, Any]:

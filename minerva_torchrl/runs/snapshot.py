@@ -18,15 +18,25 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 from torchrl.data import TensorDictReplayBuffer
-from torchrl.envs import TransformedEnv
+from torchrl.envs import InitTracker, RewardSum, StepCounter, TransformedEnv
 from torchrl.objectives.common import LossModule
 
-from minerva_torchrl.envs import ReturnStdScaling
+from minerva_torchrl.envs import ReturnStdScaling, RunningObservationNorm, StaggeredEpisodes
 from minerva_torchrl.runs.assemble import Assembly
 from minerva_torchrl.runs.callbacks import Callback
 from minerva_torchrl.runs.checkpoints import Checkpoint, CheckpointError
 
 __all__ = ["capture", "cut_episodes", "restore", "restore_model", "state_is_exact"]
+
+# Those of others may have a state that is not known here.
+_KNOWN_TRANSFORMS = (
+    InitTracker,
+    StepCounter,
+    RewardSum,
+    StaggeredEpisodes,
+    RunningObservationNorm,
+    ReturnStdScaling,
+)
 
 
 def capture(
@@ -100,8 +110,9 @@ def restore_model(loss: LossModule, env: TransformedEnv, checkpoint: Checkpoint)
 
 
 def state_is_exact(assembly: Assembly) -> bool:
-    """Whether the simulators can be restored in the middle of an episode."""
-    return bool(assembly.env.base_env.exact_state)
+    """Whether the environments can be restored in the middle of an episode."""
+    known = all(type(transform) in _KNOWN_TRANSFORMS for transform in assembly.env.transform)
+    return known and bool(assembly.env.base_env.exact_state)
 
 
 def cut_episodes(assembly: Assembly) -> None:

@@ -61,6 +61,8 @@ def unknown_setting(kind: type, name: str) -> str | None:
     """
     section, path = kind, ""
     for part in name.split("."):
+        if get_origin(section) is dict:
+            return None  # it may have any names
         if not is_dataclass(section) or part not in get_type_hints(section):
             known = list(get_type_hints(section)) if is_dataclass(section) else []
             return _unknown(path + part, part, known, path, list(_all_names(kind)))
@@ -103,6 +105,9 @@ def _parse_value(hint: Any, value: Any) -> Any:
     elif origin is tuple:
         if isinstance(value, Sequence) and not isinstance(value, str):
             return tuple(_parse_value(args[0], item) for item in value)
+    elif origin is dict:
+        if isinstance(value, Mapping) and _is_plain(dict(value)):
+            return dict(value)
     elif hint is float:
         if isinstance(value, (int, float)) and not isinstance(value, bool):
             return float(value)
@@ -117,6 +122,15 @@ def _parse_value(hint: Any, value: Any) -> Any:
     raise ValueError
 
 
+def _is_plain(value: Any) -> bool:
+    """Whether a value can be written to a file of settings and read again."""
+    if isinstance(value, Mapping):
+        return all(isinstance(name, str) and _is_plain(item) for name, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return all(not isinstance(item, Mapping) and _is_plain(item) for item in value)
+    return value is None or isinstance(value, (bool, int, float, str))
+
+
 def _wanted(hint: Any) -> str:
     origin, args = get_origin(hint), get_args(hint)
     if origin in (Union, types.UnionType):
@@ -125,6 +139,8 @@ def _wanted(hint: Any) -> str:
         return "one of " + ", ".join(str(choice) for choice in args)
     if origin is tuple:
         return f"a list, each item {_wanted(args[0])}"
+    if origin is dict:
+        return "a section of numbers, texts, true, false, null, and lists of these"
     names = {float: "a number", int: "an integer", bool: "true or false", str: "a text"}
     return names.get(hint, "null")
 

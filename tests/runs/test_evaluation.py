@@ -11,6 +11,7 @@ from torchrl.envs import ExplorationType, TransformedEnv, exploration_type, set_
 from minerva_torchrl import make_env
 from minerva_torchrl.runs import Evaluation, evaluate, open_checkpoint
 from minerva_torchrl.runs.assemble import assemble, evaluation_seed, make_evaluation_env
+from minerva_torchrl.runs.parts import find_parts
 from tests.runs.tiny import (
     assert_same_parameters,
     assert_same_value,
@@ -102,7 +103,7 @@ def parts() -> tuple:
     config = tiny_config("ppo")
     assembly = assemble(config)
     next(iter(assembly.collector))
-    return config, assembly, make_evaluation_env(config, assembly.env)
+    return config, assembly, make_evaluation_env(config, assembly.env, find_parts(config))
 
 
 def test_generators_and_exploration_stay_as_they_are(parts: tuple) -> None:
