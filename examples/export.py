@@ -36,11 +36,12 @@ def main() -> None:
     parser.add_argument("run", help="folder of a run, or of one of its checkpoints")
     parser.add_argument("file", type=Path, help="where to, with the ending .pt2 or .onnx")
     parser.add_argument("--checkpoint", choices=("last", "best"), default="last")
+    parser.add_argument("--trust", action="store_true", help="import the code that the run names")
     args = parser.parse_args()
     if args.file.suffix not in (".pt2", ".onnx"):
         parser.error(f"file must end in .pt2 or .onnx, got {args.file}")
 
-    policy = load_policy(args.run, name=args.checkpoint)
+    policy = load_policy(args.run, name=args.checkpoint, trust=args.trust)
     policy.export(args.file)
     print(f"{policy.config.algo} {policy.config.env.name} at {policy.checkpoint.frames:,} frames")
     print(f"written to {args.file}")

@@ -17,7 +17,13 @@ from omegaconf import OmegaConf
 
 from minerva_torchrl.report import group_runs, load_runs
 from minerva_torchrl.report.commands import commands, override
-from minerva_torchrl.runs import RunConfig, load_config, parse_config, register_configs
+from minerva_torchrl.runs import (
+    RunConfig,
+    check_overrides,
+    load_config,
+    parse_config,
+    register_configs,
+)
 from minerva_torchrl.runs.settings import explicit_overrides
 from tests.report.synthetic import straight, write_run
 
@@ -33,7 +39,7 @@ def configs_of(command: str) -> list[RunConfig]:
     """What the command would train with, by Hydra and the package's own parser."""
     *start, algo = shlex.split(command.replace("\\\n", ""))[:5]
     assert start == ["python", "-m", "minerva_torchrl", "train"]
-    arguments = shlex.split(command.replace("\\\n", ""))[5:]
+    arguments = check_overrides(algo, shlex.split(command.replace("\\\n", ""))[5:])
     jobs = [arguments]
     if arguments[0] == "--multirun":
         overrides = OverridesParser.create().parse_overrides(arguments[1:])
@@ -102,6 +108,21 @@ SETTINGS: list[tuple[str, dict[str, Any]]] = [
     ("vmpo", {"preset": "minerva-seed", "env__reward_scaling": False}),
     ("ppo", {"optim__target_kl": 0.015, "collector__frames_per_batch": 1024}),
     ("ppo", {"preset": "minerva-seed", "compile__mode": "max-autotune", "total_frames": 99_999}),
+    (
+        "ppo",
+        {
+            "env__factory": "mine.envs:make",
+            "env__kwargs": {
+                "gravity": 5,
+                "mode": "1e-3",
+                "sizes": [[1, 2], [3]],
+                "deep": {"x": True},
+            },
+            "env__wrappers": ["mine:Clip", "mine:Shift"],
+            "network__factory": "mine.nets:make",
+            "callbacks": ["mine:Stop"],
+        },
+    ),
 ]
 
 
