@@ -231,6 +231,28 @@ class TestMPOComposite(LossTestBase):
         assert set(loss.in_keys) <= set(data.keys(True, True))
         assert loss(data).isfinite().all()
 
+    def test_mpo_spec_of_actor(self) -> None:
+        """A spec that the actor does not carry under the action's name must be given."""
+        network, spec = make_policy_network("tanh"), composite_spec("tanh", "unnamed")
+        actor = ProbabilisticActor(
+            TensorDictModule(
+                network, ["observation"], [("params", "arm", k) for k in ("loc", "scale")]
+            ),
+            in_keys=["params"],
+            out_keys=["action"],
+            spec=spec,
+            distribution_class=CompositeDistribution,
+            distribution_kwargs={"distribution_map": {"arm": TanhNormal}},
+        )
+        critic = Whole(Concatenate(make_mlp(OBSERVATION_DIM + ACTION_DIM, 1)))
+        value = ValueOperator(
+            critic, in_keys=["observation", "action"], out_keys=["state_action_value"]
+        )
+        with pytest.raises(ValueError, match=r"needs the size of the action: pass action_spec="):
+            MPOLoss(actor, value)
+        assert MPOLoss(actor, value, per_dim_constraining=False).alpha_mean().shape == ()
+        assert MPOLoss(actor, value, action_spec=spec).alpha_mean().shape == (ACTION_DIM,)
+
     def test_mpo_critic_of_part(self) -> None:
         """A critic may read the part itself."""
         _, whole = make_mpo_losses("tanh", "inside")

@@ -54,6 +54,10 @@ ENUMS = [e for e in ESTIMATORS if isinstance(e, ValueEstimators)]
 WRITTEN = ("advantage", "value_target", "state_value", ("next", "state_value"))
 
 
+def make_loss_without_estimator() -> VMPOLoss:
+    return VMPOLoss(make_actor("normal"), make_critic())
+
+
 class TestVMPO(LossTestBase):
     loss_parameters: ClassVar = {
         "loss_actor": "actor_network_params",
@@ -332,6 +336,9 @@ class TestVMPO(LossTestBase):
             "done": "done",
             "terminated": "terminated",
         }
+
+        # Without an estimator the names are free; it is made when it is needed.
+        self.tensordict_keys_test(make_loss_without_estimator(), default_keys)
 
         class Repeat(nn.Linear):
             def forward(self, observation: Tensor) -> tuple[Tensor, ...]:

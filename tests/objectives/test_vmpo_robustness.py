@@ -179,6 +179,19 @@ class TestVMPORefuses:
         with pytest.raises(ValueError, match="'action' must have"):
             make_loss(kind)(data)
 
+    @pytest.mark.parametrize(
+        ("kind", "shape", "message"),
+        [
+            ("categorical", (4, 5, 1), r"'action' is an index and must have shape \(4, 5\), got"),
+            ("one-hot", (4, 5), r"'action' is one-hot and must have shape \(4, 5, 'A'\), got"),
+        ],
+    )
+    def test_action_shape(self, kind: str, shape: tuple[int, ...], message: str) -> None:
+        data = with_advantage(make_rollout(kind))
+        data["action"] = torch.zeros(shape, dtype=torch.long)
+        with pytest.raises(ValueError, match=message):
+            make_loss(kind)(data)
+
     @pytest.mark.parametrize("kind", CONTINUOUS)
     @pytest.mark.parametrize(
         ("key", "value"),
