@@ -193,7 +193,7 @@ class TestMPOComposite(LossTestBase):
             (with_mask_and_weights, {"num_qvalue_nets": 2}),
             (without_terminal_observations, {"skip_done_states": True}),
         ],
-        ids=str,
+        ids=lambda x: getattr(x, "__name__", str(x)),
     )
     def test_mpo_options(self, change: Any, kwargs: dict[str, Any], kind: str) -> None:
         plain, composite = make_mpo_losses(kind, "inside", **kwargs)
