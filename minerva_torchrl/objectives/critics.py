@@ -64,8 +64,8 @@ class SingleActionCritic(ActionValueCritic):
         self.action_key = action_key
 
     def of_action(self, evaluate: Evaluate, states: TensorDictBase, action: Tensor) -> Tensor:
-        """One call with the action among the inputs, to which it is added."""
-        value = evaluate(states.set(self.action_key, action))
+        """One call with the action among the inputs."""
+        value = evaluate(states.copy().set(self.action_key, action))
         return self._checked(value, (*states.shape, 1)).squeeze(-1)
 
     def of_candidates(self, evaluate: Evaluate, states: TensorDictBase, action: Tensor) -> Tensor:

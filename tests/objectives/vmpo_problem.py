@@ -370,12 +370,12 @@ class Problem:
                 action = loc.tanh() if self.kind == "tanh" else loc
                 expected |= {"stddev_min": scale.min(), "stddev_max": scale.max()}
                 expected["mean_abs_action"] = action.abs().mean()
-                expected["entropy"] = D.Normal(loc, scale).entropy().sum(-1).mean()
+                expected["entropy"] = D.Normal(loc, scale).entropy().sum(-1)[selected].mean()
                 expected["saturation"] = (action.abs() >= 0.99).double().mean()
                 if self.kind == "normal":
                     expected["out_of_bounds"] = (action.abs() > 1).double().mean()
             else:
-                expected["entropy"] = new.entropy().mean()
+                expected["entropy"] = new.entropy()[selected].mean()
             expected["cross_entropy"] = -(weights * self.log_prob(data, new)).sum()
             expected["kl_q_rel"] = self.divergence(data, temperature) / self.loss.epsilon
         return expected
