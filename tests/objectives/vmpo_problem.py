@@ -370,7 +370,9 @@ class Problem:
                 action = loc.tanh() if self.kind == "tanh" else loc
                 expected |= {"stddev_min": scale.min(), "stddev_max": scale.max()}
                 expected["mean_abs_action"] = action.abs().mean()
-                expected["entropy"] = D.Normal(loc, scale).entropy().sum(-1)[selected].mean()
+                expected["entropy"] = (
+                    D.Normal(loc, scale).entropy().sum(-1).flatten()[selected].mean()
+                )
                 expected["saturation"] = (action.abs() >= 0.99).double().mean()
                 if self.kind == "normal":
                     expected["out_of_bounds"] = (action.abs() > 1).double().mean()
