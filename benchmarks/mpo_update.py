@@ -24,7 +24,6 @@ from typing import TYPE_CHECKING
 
 import torch
 from tensordict import TensorDict
-from tensordict.nn import TensorDictModule
 from torchrl.data import Bounded
 from torchrl.modules import IndependentNormal, ProbabilisticActor, ValueOperator
 
@@ -33,7 +32,7 @@ from _harness import check_same_parameters, make_parser, measure, report, start,
 from mpo_floor import Critic, Dual, FloorSettings, MPOFloor, Policy
 
 from minerva_torchrl import MPOLoss, MPOOptimizationStepper
-from minerva_torchrl.modules import GaussianPolicy, StateActionCritic
+from minerva_torchrl.modules import DirectModule, GaussianPolicy, StateActionCritic
 from minerva_torchrl.presets import mpo_preset
 from minerva_torchrl.trainers import make_target_updater
 
@@ -62,7 +61,7 @@ def make_ours(config: Config, preset_name: str) -> tuple[MPOLoss, MPOOptimizatio
     obs, action, _, layers, samples = config
     preset = mpo_preset(preset_name)
     actor = ProbabilisticActor(
-        TensorDictModule(GaussianPolicy(obs, action, layers), ["observation"], ["loc", "scale"]),
+        DirectModule(GaussianPolicy(obs, action, layers), ["observation"], ["loc", "scale"]),
         in_keys=["loc", "scale"],
         spec=Bounded(-1.0, 1.0, (action,)),
         distribution_class=IndependentNormal,
