@@ -25,14 +25,19 @@ from typing import TYPE_CHECKING
 import torch
 from tensordict import TensorDict
 from torchrl.data import Bounded
-from torchrl.modules import IndependentNormal, ProbabilisticActor, ValueOperator
+from torchrl.modules import IndependentNormal, ProbabilisticActor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from _harness import check_same_parameters, make_parser, measure, report, start, without_prefix
 from mpo_floor import Critic, Dual, FloorSettings, MPOFloor, Policy
 
 from minerva_torchrl import MPOLoss, MPOOptimizationStepper
-from minerva_torchrl.modules import DirectModule, GaussianPolicy, StateActionCritic
+from minerva_torchrl.modules import (
+    DirectModule,
+    GaussianPolicy,
+    StateActionCritic,
+    keep_freed_memory,
+)
 from minerva_torchrl.presets import mpo_preset
 from minerva_torchrl.trainers import make_target_updater
 
@@ -66,8 +71,12 @@ def make_ours(config: Config, preset_name: str) -> tuple[MPOLoss, MPOOptimizatio
         spec=Bounded(-1.0, 1.0, (action,)),
         distribution_class=IndependentNormal,
     )
-    critic = StateActionCritic(obs, action, layers)
-    critic = ValueOperator(critic, in_keys=["observation", "action"])
+    critic = DirectModule(
+        StateActionCritic(obs, action, layers),
+        in_keys=["observation", "action"],
+        out_keys=["state_action_value"],
+    )
+    keep_freed_memory()  # as runs do
     loss = MPOLoss(actor, critic, **{**preset.loss, "num_action_samples": samples})
     loss.make_value_estimator(gamma=0.99)
     adam = {"fused": True, **preset.adam}

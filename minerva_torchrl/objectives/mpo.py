@@ -371,7 +371,9 @@ class MPOLoss(OffPolicyLoss):
             tensordict (TensorDictBase): as in :meth:`forward`, or what :meth:`e_step` returned.
         """
         data, _ = self._with_e_step(tensordict)
-        losses = self._dual_losses(data, self._m_step(data.get("e_step"))[-1])
+        with torch.no_grad():  # no gradient of the duals goes to the policy
+            divergences = self._m_step(data.get("e_step"))[-1]
+        losses = self._dual_losses(data, divergences)
         return torch.stack(list(losses.values())).sum(0), losses
 
     # Parts ---------------------------------------------------------------------------------------

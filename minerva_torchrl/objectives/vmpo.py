@@ -378,7 +378,9 @@ class VMPOLoss(OnPolicyLoss):
             tensordict (TensorDictBase): as in :meth:`forward`.
         """
         data, _ = self._with_e_step(tensordict)
-        losses = self._dual_losses(data.get("e_step"), self._m_step(data)[-1])
+        with torch.no_grad():  # no gradient of the duals goes to the policy
+            divergences = self._m_step(data)[-1]
+        losses = self._dual_losses(data.get("e_step"), divergences)
         return torch.stack(list(losses.values())).sum(0), losses
 
     def networks_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:

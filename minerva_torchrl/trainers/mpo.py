@@ -163,6 +163,7 @@ class MPOOptimizationStepper(GuardedStepper):
         dual_first = self.dual_order == "dual_first"
         undo = Undo((), self.optimizer_dual)
         data, metrics = loss.e_step(batch)
+        self.optimizer_actor.zero_grad()
         loss_qvalue, metrics_qvalue = learner.compute_loss(data, "qvalue_loss")
         taken = self._backward(loss_qvalue, {"optimizer_critic": self.clip_critic})
         loss_dual, dual_losses = learner.compute_loss(data, "dual_loss")
@@ -172,7 +173,9 @@ class MPOOptimizationStepper(GuardedStepper):
             loss.project_duals_()
         for i in range(self.num_policy_steps):
             loss_actor, metrics_actor = learner.compute_loss(data, "actor_loss")
-            finite = self._backward(loss_actor, {"optimizer_actor": self.clip_actor})
+            # A trunk that is shared with the critic has the gradient of its loss already.
+            clips = {"optimizer_actor": self.clip_actor}
+            finite = self._backward(loss_actor, clips, add=i == 0)
             if i == 0:
                 taken = taken & finite
                 self._step_if(taken, "optimizer_critic")

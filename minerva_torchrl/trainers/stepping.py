@@ -91,7 +91,11 @@ class GuardedStepper(OptimizationStepper):
     # One backward pass ---------------------------------------------------------------------------
 
     def _backward(
-        self, losses: TensorDictBase | Tensor, clips: Mapping[str, float | None]
+        self,
+        losses: TensorDictBase | Tensor,
+        clips: Mapping[str, float | None],
+        *,
+        add: bool = False,
     ) -> Tensor:
         """Gradients of the sum of some losses, clipped for each optimiser by itself.
 
@@ -100,13 +104,17 @@ class GuardedStepper(OptimizationStepper):
             clips (mapping): largest gradient norm, by the name of the optimiser whose parameters
                 get it. The others keep the gradients that they have.
 
+        Keyword Args:
+            add (bool): add to the gradients that these optimisers' parameters have. Defaults to
+                ``False``: begin with none.
+
         Returns:
             Whether the losses and all gradients are finite, in all processes, 0-d.
         """
         if not isinstance(losses, Tensor):
             entries = [x for name, x in losses.items() if name.startswith("loss_")]
             losses = torch.stack(entries).sum()
-        for name in clips:
+        for name in () if add else clips:
             self._optimizers[name].zero_grad()
         losses.backward()
         total = losses.detach()

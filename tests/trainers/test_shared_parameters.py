@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from tensordict.nn import NormalParamExtractor, TensorDictModule, TensorDictSequential
@@ -53,9 +55,13 @@ class TestTrunk:
         with pytest.raises(ValueError, match=message):
             make_stepper(loss)
 
+    @pytest.mark.parametrize("dual_order", ["simultaneous", "dual_first"])
     @pytest.mark.parametrize("separate_losses", [True, False])
-    def test_one_optimizer(self, separate_losses: bool) -> None:
-        """The actor's steps the trunk, with the gradient of its own loss or of both."""
+    def test_one_optimizer(self, separate_losses: bool, dual_order: Any) -> None:
+        """The actor's steps the trunk, with the gradient of its own loss or of both.
+
+        That holds for one backward pass and for several; the duals stand still here.
+        """
         loss, trunk = self.make_loss(separate_losses=separate_losses)
         reference, _ = self.make_loss(separate_losses=separate_losses)
         before = values(loss)
@@ -68,7 +74,8 @@ class TestTrunk:
         stepper = MPOOptimizationStepper(
             torch.optim.SGD(of_critic, lr=0.1),
             torch.optim.SGD(loss.actor_network_params.parameters(), lr=0.1),
-            torch.optim.SGD(loss.dual_parameters(), lr=0.1),
+            torch.optim.SGD(loss.dual_parameters(), lr=0.0),
+            dual_order=dual_order,
         )
         stepper.update(loss, make_transitions(BATCH))
         e_step, _ = reference.e_step(make_transitions(BATCH))
