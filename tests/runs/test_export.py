@@ -106,7 +106,9 @@ print({name.partition(".")[0] for name in sys.modules} & {"minerva_torchrl", "te
     output = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path
     ).stdout.splitlines()
-    np.testing.assert_allclose(json.loads(output[0]), policy.predict(np.ones((1, 2))), rtol=1e-5)
+    np.testing.assert_allclose(
+        json.loads(output[0]), policy.predict(np.ones((1, 2))), rtol=1e-5, atol=1e-6
+    )
     assert output[1] == "set()"
 
 
