@@ -4,6 +4,7 @@ from minerva_torchrl.trainers.annealing import linear_lr_annealing
 from minerva_torchrl.trainers.hooks import make_target_updater
 from minerva_torchrl.trainers.mpo import MPOOptimizationStepper, MPOTrainer
 from minerva_torchrl.trainers.ppo import KLEarlyStop, PPOOptimizationStepper, make_ppo_trainer
+from minerva_torchrl.trainers.sequences import SequenceSampler
 from minerva_torchrl.trainers.stepping import NonFiniteError
 from minerva_torchrl.trainers.vmpo import VMPOOptimizationStepper, VMPOTrainer
 
@@ -13,6 +14,7 @@ __all__ = [
     "MPOTrainer",
     "NonFiniteError",
     "PPOOptimizationStepper",
+    "SequenceSampler",
     "VMPOOptimizationStepper",
     "VMPOTrainer",
     "linear_lr_annealing",

@@ -182,8 +182,9 @@ class ReplayMemory(TrainerHookBase):
         n_steps (int): steps that a stored transition spans: its reward is the discounted sum of
             theirs, and it ends with the episode at the latest. Defaults to ``1``.
         gamma (float): discount of those rewards. Defaults to ``0.99``.
-        sequence_length (int): the buffer draws sequences of this length, which are returned as
-            ``[B, T]``. Defaults to ``1``: transitions ``[B]``.
+        sequence_length (int): for a sampler that returns sequences one after the other, such as
+            :class:`~torchrl.data.SliceSampler`: their length. They are returned as ``[B, T]``.
+            Defaults to ``1``: what the buffer draws is returned as it is.
         device (torch.device, optional): device to train on.
     """
 
@@ -199,10 +200,11 @@ class ReplayMemory(TrainerHookBase):
     ) -> None:
         check_count("n_steps", n_steps)
         check_count("sequence_length", sequence_length)
-        if n_steps > 1 and sequence_length > 1:
+        drawn = getattr(replay_buffer.sampler, "sequence_length", sequence_length)
+        if n_steps > 1 and drawn > 1:
             raise ValueError(
                 "n_steps and sequence_length can't both be above 1: sequences consist of one-step "
-                f"transitions. Got {n_steps} and {sequence_length}."
+                f"transitions. Got {n_steps} and {drawn}."
             )
         self.replay_buffer = replay_buffer
         self.keys = None if keys is None else list(keys)
@@ -249,7 +251,7 @@ class ReplayMemory(TrainerHookBase):
     def sample(self, batch: TensorDictBase | None = None) -> TensorDictBase:
         """Draw a batch to train on; what was collected last is not needed for it."""
         sample = self.replay_buffer.sample()
-        if self.sequence_length > 1:
+        if self.sequence_length > 1 and sample.ndim == 1:
             sample = sample.reshape(-1, self.sequence_length)
         return sample if self.device is None else sample.to(self.device)
 
