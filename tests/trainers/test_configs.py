@@ -90,7 +90,8 @@ class TestMPOTrainer:
         trainer.train()
         assert trainer.collected_frames == 200
         assert trainer._optim_count == 12
-        assert len(trainer.replay_buffer) == 195  # the last five wait for their successors
+        # The last five wait for their successors, the first four are stored as single steps, too.
+        assert len(trainer.replay_buffer) == 199
         assert isinstance(loss.value_estimator, TD0Estimator)
         assert all_changed(before, copies(*parts))
         assert trainer.optimization_stepper.skipped_updates == 0
