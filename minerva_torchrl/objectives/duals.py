@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from typing import Any, Literal
 
 import torch
@@ -29,7 +30,10 @@ def _inverse_softplus(value: Tensor) -> Tensor:
 
 
 # By the name of the raw parameter in a state dict: its value, and back.
-_SCALES = {"raw": (_softplus, _inverse_softplus), "log": (torch.exp, torch.log)}
+_SCALES: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "raw": (_softplus, _inverse_softplus),
+    "log": (torch.exp, torch.log),
+}
 
 
 class DualVariable(nn.Module):
