@@ -85,6 +85,7 @@ class MPOLossConfig(LossConfig):
     init_alpha_stddev: float = MPOLoss.default_constraints["stddev"][1]
     init_penalty_temperature: float
     temperature_update: Literal["gradient", "solve"]
+    alpha_update: Literal["gradient", "relative"]
     policy_states: Literal["next", "current", "both"]
     sequence_steps: Literal["all", "first"]
     qvalue_reduction: Literal["min", "mean"]

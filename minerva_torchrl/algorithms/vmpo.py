@@ -57,6 +57,7 @@ class VMPOLossConfig(LossConfig):
     init_alpha_covariance: float | None
     init_alpha_policy: float | None
     temperature_update: Literal["solve", "gradient"]
+    alpha_update: Literal["gradient", "relative"]
     kl_samples: Literal["all", "selected"]
     normalize_advantage: bool
     critic_coeff: float
@@ -79,7 +80,9 @@ class VMPOOptimConfig(OptimConfig):
     lr_temperature: float = 1e-2
     """That of a temperature with ``temperature_update=gradient``."""
     adam_eps: float = 1e-5
-    """Adam's constant in the denominator."""
+    """Adam's constant in the denominator, for the networks."""
+    adam_eps_dual: float = 1e-8
+    """That for the dual variables, whose gradients can be small."""
     num_policy_steps: int = 320
     """With minibatches of 64, ten times over a rollout of 2048 frames."""
     minibatch_size: int | None = 64
@@ -140,6 +143,7 @@ PRESETS = {
                 "lr_critic": 1e-4,
                 "lr_alpha": 1e-4,
                 "lr_temperature": 1e-4,
+                "adam_eps_dual": 1e-5,
                 "anneal_lr": False,
             },
         },
@@ -157,7 +161,7 @@ class VMPO(OnPolicyAlgorithm[VMPOConfig]):
     config_class = VMPOConfig
     presets = PRESETS
     renamed: ClassVar = {"loss.epsilon_eta": "loss.epsilon"}
-    earlier: ClassVar = {"optim.dual_order": "dual_first"}
+    earlier: ClassVar = {"optim.dual_order": "dual_first", "optim.adam_eps_dual": 1e-5}
 
     def make_loss(self, actor: ProbabilisticTensorDictSequential, critic: Any) -> VMPOLoss:
         """The loss, with generalised advantages."""
@@ -176,11 +180,11 @@ class VMPO(OnPolicyAlgorithm[VMPOConfig]):
         optimizer = adam(networks, optim.lr_actor, optim.adam_eps)
         temperature = None
         if self.config.loss.temperature_update == "gradient":
-            temperature = adam([loss.temperature.raw], optim.lr_temperature, optim.adam_eps)
+            temperature = adam([loss.temperature.raw], optim.lr_temperature, optim.adam_eps_dual)
         return VMPOTrainer(
             optimization_stepper=VMPOOptimizationStepper(
                 optimizer,
-                adam(loss.alpha_parameters(), optim.lr_alpha, optim.adam_eps),
+                adam(loss.alpha_parameters(), optim.lr_alpha, optim.adam_eps_dual),
                 temperature,
                 num_policy_steps=optim.num_policy_steps,
                 minibatch_size=optim.minibatch_size,

@@ -104,6 +104,9 @@ class MPOLoss(OffPolicyLoss):
         init_penalty_temperature (float): initial temperature of the action penalty.
         temperature_update (str): ``"gradient"`` (learned through ``loss_temperature``) or
             ``"solve"`` (set to the minimum of its dual on every batch).
+        alpha_update (str): ``"gradient"`` (default: multipliers step along the gradient of their
+            dual) or ``"relative"`` (in proportion to their value and to the violation of the
+            bound, see :class:`~minerva_torchrl.objectives.duals.Constraint`).
         policy_states (str): states of the policy loss: ``"next"`` (default; shares the samples of
             the critic's target), ``"current"`` or ``"both"``.
         sequence_steps (str): of sequences ``[*B, T]``, train ``"all"`` steps or the ``"first"``.
@@ -197,6 +200,7 @@ class MPOLoss(OffPolicyLoss):
         init_alpha_policy: float | None = None,
         init_penalty_temperature: float = 1.0,
         temperature_update: Literal["gradient", "solve"] = "gradient",
+        alpha_update: Literal["gradient", "relative"] = "gradient",
         policy_states: Literal["next", "current", "both"] = "next",
         sequence_steps: Literal["all", "first"] = "all",
         loss_function: Literal["l2", "l1", "smooth_l1"] = "l2",
@@ -248,6 +252,7 @@ class MPOLoss(OffPolicyLoss):
                 "policy": (epsilon_policy, init_alpha_policy),
             },
             defaults=self.default_constraints,
+            alpha_update=alpha_update,
         )
         self.action_penalization = resolve_penalization(action_penalization, self.policy)
         if self.action_penalization:
@@ -425,7 +430,9 @@ class MPOLoss(OffPolicyLoss):
             dual = data.get(("e_step", "duals", name))
             of_states[temperature] = temperature.loss(dual.get("dual"), dual.get("kl"))
         for name, constraint in self.constraints.items():
-            of_states[constraint] = constraint.losses(divergences[name])[1]
+            kl = divergences[name]
+            mean_kl = self._mean_kl(kl, data.get("e_step").mask)
+            of_states[constraint] = constraint.losses(kl, mean_kl)[1]
         return {
             f"loss_{name}": self._reduce_states(of_states[dual], data)
             for name, dual in self.duals.items()

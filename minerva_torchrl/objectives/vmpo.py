@@ -75,6 +75,9 @@ class VMPOLoss(OnPolicyLoss):
             ``5``.
         temperature_update (str): ``"solve"`` (default: set to where the bound is met exactly on
             every batch) or ``"gradient"`` (learned through ``loss_temperature``).
+        alpha_update (str): ``"gradient"`` (default: multipliers step along the gradient of their
+            dual) or ``"relative"`` (in proportion to their value and to the violation of the
+            bound, see :class:`~minerva_torchrl.objectives.duals.Constraint`).
         kl_samples (str): samples over which KL divergences are averaged: ``"all"`` (default) or the
             ``"selected"`` ones.
         old_policy (str): ``"stored"`` (default: the distribution parameters in the data) or
@@ -163,6 +166,7 @@ class VMPOLoss(OnPolicyLoss):
         init_alpha_covariance: float | None = None,
         init_alpha_policy: float | None = None,
         temperature_update: Literal["solve", "gradient"] = "solve",
+        alpha_update: Literal["gradient", "relative"] = "gradient",
         kl_samples: Literal["all", "selected"] = "all",
         old_policy: Literal["stored", "target"] = "stored",
         normalize_advantage: bool = True,
@@ -220,6 +224,7 @@ class VMPOLoss(OnPolicyLoss):
                 "policy": (epsilon_policy, init_alpha_policy),
             },
             defaults=self.default_constraints,
+            alpha_update=alpha_update,
         )
 
     # Wiring --------------------------------------------------------------------------------------
@@ -427,7 +432,8 @@ class VMPOLoss(OnPolicyLoss):
         temperature = self.temperatures[MAIN_OBJECTIVE]
         losses = {"loss_temperature": self._mean(temperature.loss(e_step.dual, e_step.kl))}
         for name, constraint in self.constraints.items():
-            _, loss = constraint.losses(divergences[name])
+            kl = divergences[name]
+            _, loss = constraint.losses(kl, self._mean_kl(kl, e_step.mask))
             weighted = _weighted(e_step.kl_weight, loss)
             losses[f"loss_alpha_{name}"] = self._reduce(weighted, e_step.mask)
         return losses
