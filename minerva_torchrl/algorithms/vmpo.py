@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from tensordict.nn import ProbabilisticTensorDictSequential
-from torchrl.data import OneHot
 
 from minerva_torchrl.algorithms.common import Preset, adam
 from minerva_torchrl.algorithms.config import LossConfig, OptimConfig, arguments_of
@@ -48,12 +47,14 @@ class VMPOLossConfig(LossConfig):
     epsilon: float
     epsilon_mean: float | None
     epsilon_stddev: float | None
+    epsilon_covariance: float | None
     epsilon_policy: float | None
     per_dim_constraining: bool | None = None
     """Null: for Gaussian policies, as in MPO."""
     init_temperature: float
     init_alpha_mean: float | None
     init_alpha_stddev: float | None
+    init_alpha_covariance: float | None
     init_alpha_policy: float | None
     temperature_update: Literal["solve", "gradient"]
     alpha_update: Literal["gradient", "relative"]
@@ -166,8 +167,6 @@ class VMPO(OnPolicyAlgorithm[VMPOConfig]):
         """The loss, with generalised advantages."""
         arguments = dict(vars(self.config.loss))
         gamma, lmbda = arguments.pop("gamma"), arguments.pop("lmbda")
-        if arguments["per_dim_constraining"] is None:
-            arguments["per_dim_constraining"] = not isinstance(actor.spec["action"], OneHot)
         loss = VMPOLoss(actor, critic, **arguments)
         return loss.make_value_estimator("gae", gamma=gamma, lmbda=lmbda)
 
