@@ -98,7 +98,7 @@ def test_bootstrap_against_all_resamples() -> None:
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.lists(NUMBERS, min_size=2, max_size=8))
+@given(st.lists(NUMBERS, min_size=3, max_size=8))
 def test_bootstrap_contains_the_mean(values: list[float]) -> None:
     low, high = bootstrap_interval(values)
     assert min(values) - 1e-8 <= low <= np.mean(values) + 1e-8
@@ -135,10 +135,11 @@ def test_bootstrap_depends_on_its_seed_only() -> None:
 @pytest.mark.parametrize(
     ("values", "arguments", "message"),
     [
-        ([1.0], {}, r"at least two rows, got the shape \(1,\)"),
-        (5.0, {}, "at least two rows"),
-        ([1.0, 2.0], {"confidence": 1.0}, "confidence must be between 0 and 1, got 1.0"),
-        ([1.0, 2.0], {"resamples": 0}, "resamples must be positive, got 0"),
+        ([1.0], {}, r"at least three rows, got the shape \(1,\)"),
+        (5.0, {}, "at least three rows"),
+        ([1.0, 2.0], {}, r"at least three rows, got the shape \(2,\)"),
+        ([1.0, 2.0, 3.0], {"confidence": 1.0}, "confidence must be between 0 and 1, got 1.0"),
+        ([1.0, 2.0, 3.0], {"resamples": 0}, "resamples must be positive, got 0"),
     ],
 )
 def test_bootstrap_errors(values: object, arguments: dict[str, float], message: str) -> None:
