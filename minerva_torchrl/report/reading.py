@@ -317,6 +317,4 @@ def _read_evaluations(
     returns = np.array([row.get("return_mean", math.nan) for row in rows])
     for number in np.flatnonzero(~np.isfinite(returns)):
         raise _BrokenRun(f"line {number + 2} of eval.csv has no finite return_mean")
-    for number in np.flatnonzero(np.diff(frames) <= 0):
-        raise _BrokenRun(f"line {number + 3} of eval.csv does not have more frames than before")
     return frames, returns
