@@ -17,6 +17,7 @@ from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from minerva_torchrl.algorithms import ALGORITHMS
+from minerva_torchrl.envs import EnvironmentFailure, PolicyFailure
 from minerva_torchrl.runs.checkpoints import CheckpointError, open_checkpoint
 from minerva_torchrl.runs.evaluation import evaluate
 from minerva_torchrl.runs.help import train_help
@@ -30,6 +31,7 @@ from minerva_torchrl.runs.settings import (
     register_configs,
     resumed_config,
 )
+from minerva_torchrl.runs.sizes import check_copies
 from minerva_torchrl.runs.strict import ConfigError
 from minerva_torchrl.runs.trust import check_trust, code_in
 from minerva_torchrl.runs.video import require_video_support, write_video
@@ -69,18 +71,24 @@ def train(config: DictConfig) -> None:
     """Train, or go on training, with settings that Hydra put together.
 
     Errors in settings or checkpoints end the program with status 2 and a line for each; a run that
-    is no longer finite ends it with status 1; a run that was asked to stop ends it with status 0.
+    is no longer finite, or whose environment fails, ends it with status 1; a run that was asked to
+    stop ends it with status 0.
 
     Args:
         config (DictConfig): what ``@hydra.main`` passes on.
     """
+    run: Run | None = None
     try:
         run = _make_run(OmegaConf.to_container(config, resolve=True))  # type: ignore[arg-type]
         summary = run.train()
     except (ConfigError, CheckpointError, OmegaConfBaseException) as error:
         raise _failure(error) from None
-    except NonFiniteError as error:
-        _write(f"error: {error}", f"The last good checkpoint: {run.run_dir / 'checkpoints/last'}")
+    except (NonFiniteError, EnvironmentFailure, PolicyFailure) as error:
+        lines = [f"error: {error}"]
+        if run is not None:
+            last = run.run_dir / "checkpoints/last"
+            lines.append(f"The last good checkpoint: {last} at {run.saved_frames:,} frames")
+        _write(*lines)
         raise SystemExit(1) from None
     if not summary:
         return
@@ -108,6 +116,8 @@ def _make_run(settings: dict[str, Any]) -> Run:
     if resume is None:
         config = parse_config(settings["algo"], settings)
         return Run(config, Path(config.run_dir) if config.run_dir else default_run_dir(config))
+    if not isinstance(resume, str):
+        raise ConfigError([f"resume must be the folder of a run, got {resume!r}."])
     run_dir = Path(resume)
     overrides = explicit_overrides(HydraConfig.get().overrides.task)
     for name in ("resume", "trust"):
@@ -165,7 +175,13 @@ def evaluate_main(arguments: Sequence[str] | None = None, *, prog: str | None = 
     args = _evaluation_arguments(arguments, prog)
     try:
         _evaluate(args)
-    except (CheckpointError, ConfigError, ImportError) as error:
+    except (
+        CheckpointError,
+        ConfigError,
+        ImportError,
+        EnvironmentFailure,
+        PolicyFailure,
+    ) as error:
         _write(f"error: {error}")
         raise SystemExit(1) from None
 
@@ -198,6 +214,7 @@ def _evaluate(args: argparse.Namespace) -> None:
     if args.video:
         require_video_support()
     policy = load_policy(args.run, name=args.checkpoint, trust=args.trust)
+    check_copies(policy.config, episodes=args.episodes)
     env = policy.make_env(episodes=args.episodes, seed=args.seed, video=bool(args.video))
     pictures: list[Any] = []
     render = (lambda: pictures.append(env.base_env.render())) if args.video else None
