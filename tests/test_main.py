@@ -34,6 +34,7 @@ def settings(algo: str, **changes: object) -> list[str]:
     return arguments(dotted(algo, **{"total_frames": 50, "run_dir": "run", **changes}))
 
 
+@pytest.mark.slow
 def test_from_a_wheel(workplace: Path) -> None:
     """Commands work where there is the package and nothing else of the checkout."""
     package = Path(minerva_torchrl.__file__).parent

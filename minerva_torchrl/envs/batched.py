@@ -219,10 +219,25 @@ class BatchedEnv(EnvBase):
 
     def _step(self, tensordict: TensorDictBase) -> TensorDict:
         actions = self.actions.read(tensordict.get("action").detach().cpu().numpy())
+        return self._output(reward=self.step_copies(actions, self._selected(tensordict, "_step")))
+
+    def step_copies(
+        self, actions: NDArray[Any], selected: Sequence[int] | None = None
+    ) -> NDArray[np.float32]:
+        """Step copies without making a TensorDict of it.
+
+        Args:
+            actions (array): as ``actions.read`` returns them.
+            selected (sequence of int, optional): numbers of the copies to step. Defaults to all.
+
+        Returns:
+            array, ``[*num_envs, 1]``: the rewards. :attr:`observation` and :attr:`flags` have the
+            rest.
+        """
         rewards = np.zeros((*self.batch_size, 1), np.float32)
         before = self._rows.copy()
         with np.errstate(over="ignore", invalid="ignore"):  # what is too large is found below
-            for i in self._selected(tensordict, "_step"):
+            for i in range(len(self._simulators)) if selected is None else selected:
                 if self._done[i]:
                     raise RuntimeError(
                         f"the episode of environment {i} has ended or not begun: reset it first."
@@ -239,16 +254,16 @@ class BatchedEnv(EnvBase):
                     rewards.flat[i] = reward
                 except (Exception, SystemExit) as error:
                     raise self._failure(i, _described(error)) from error
-        finite = np.isfinite(self._rows).all(-1) & np.isfinite(rewards.ravel())
-        if finite.all():
-            self._lost[:] = 0
-        else:
+            total = float(self._rows.sum() + rewards.sum())
+        # One look at the sum, because a look at every number would take longer. It may overflow.
+        if not math.isfinite(total) or self._lost.any():
+            finite = np.isfinite(self._rows).all(-1) & np.isfinite(rewards.ravel())
+            self._lost[finite] = 0
             self._lose(~finite, before, rewards)
-        return self._output(reward=rewards)
+        return rewards
 
     def _lose(self, lost: NDArray[Any], before: NDArray[Any], rewards: NDArray[Any]) -> None:
         """Put marked ends of episodes in the place of steps that are not finite."""
-        self._lost[~lost] = 0
         for i in np.flatnonzero(lost).tolist():
             reward = rewards.flat[i]
             reason = f"a reward of {reward}" if not np.isfinite(reward) else self._not_finite(i)
@@ -279,7 +294,16 @@ class BatchedEnv(EnvBase):
         return failure
 
     def _reset(self, tensordict: TensorDictBase | None = None) -> TensorDict:
-        for i in self._selected(tensordict, "_reset"):
+        self.reset_copies(self._selected(tensordict, "_reset"))
+        return self._output()
+
+    def reset_copies(self, selected: Sequence[int]) -> None:
+        """Begin episodes without making a TensorDict of it.
+
+        Args:
+            selected (sequence of int): numbers of the copies to reset.
+        """
+        for i in selected:
             self._steps[i] = 0
             while True:
                 try:
@@ -290,7 +314,16 @@ class BatchedEnv(EnvBase):
                 if np.isfinite(self._rows[i]).all():
                     break
                 self._count_lost(i, self._not_finite(i))
-        return self._output()
+
+    @property
+    def observation(self) -> NDArray[np.float32]:
+        """The observations of now, ``[*num_envs, O]``: memory that the next step writes into."""
+        return self._observation
+
+    @property
+    def flags(self) -> NDArray[np.bool_]:
+        """Done, terminated and truncated, ``[3, *num_envs, 1]``: such memory, too."""
+        return self._flags
 
     def _selected(self, tensordict: TensorDictBase | None, key: str) -> Sequence[int]:
         """The copies that a mask selects; all, if there is no mask."""

@@ -125,7 +125,7 @@ def kill_and_resume(shell: Shell, kind: str, kills: int) -> None:
 
 
 def test_killed_at_any_moment(shell: Shell) -> None:
-    kill_and_resume(shell, "mpo", kills=2)
+    kill_and_resume(shell, "mpo", kills=1)
 
 
 @pytest.mark.slow
