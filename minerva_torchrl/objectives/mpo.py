@@ -63,8 +63,9 @@ class MPOLoss(OffPolicyLoss):
 
     Args:
         actor_network (ProbabilisticTensorDictSequential): policy with an ``IndependentNormal``,
-            ``TanhNormal``, ``Categorical`` or ``OneHotCategorical`` distribution. Its parameters
-            stay shared with the loss.
+            ``TanhNormal``, ``MultivariateNormal``, ``Categorical`` or ``OneHotCategorical``
+            distribution (the last two also masked), or a ``CompositeDistribution`` of these.
+            Its parameters stay shared with the loss.
         qvalue_network (TensorDictModule or list of TensorDictModule): critic, reading observation
             and action and writing ``state_action_value`` ``[*B, 1]``. For discrete actions it may
             read the observation alone and write the values of all actions, ``action_value``
@@ -83,6 +84,8 @@ class MPOLoss(OffPolicyLoss):
             ``per_dim_constraining``. Default ``2.5e-3``.
         epsilon_stddev (float, optional): bound for its standard deviation, likewise. Default
             ``1e-6``.
+        epsilon_covariance (float, optional): bound for the covariance of a Gaussian that has one.
+            Default ``1e-5``.
         epsilon_policy (float, optional): bound for a categorical policy. Default ``2.5e-3``.
         per_dim_constraining (bool, optional): one multiplier and bound per action dimension, or one
             for their sum. Default: per dimension, for policies that have dimensions.
@@ -94,11 +97,16 @@ class MPOLoss(OffPolicyLoss):
         init_alpha_mean (float, optional): initial multiplier for the mean. Default ``1``.
         init_alpha_stddev (float, optional): initial multiplier for the standard deviation. Default
             ``1000``.
+        init_alpha_covariance (float, optional): initial multiplier for the covariance. Default
+            ``1000``.
         init_alpha_policy (float, optional): initial multiplier for a categorical policy. Default
             ``1``.
         init_penalty_temperature (float): initial temperature of the action penalty.
         temperature_update (str): ``"gradient"`` (learned through ``loss_temperature``) or
             ``"solve"`` (set to the minimum of its dual on every batch).
+        alpha_update (str): ``"gradient"`` (default: multipliers step along the gradient of their
+            dual) or ``"relative"`` (in proportion to their value and to the violation of the
+            bound, see :class:`~minerva_torchrl.objectives.duals.Constraint`).
         policy_states (str): states of the policy loss: ``"next"`` (default; shares the samples of
             the critic's target), ``"current"`` or ``"both"``.
         sequence_steps (str): of sequences ``[*B, T]``, train ``"all"`` steps or the ``"first"``.
@@ -163,6 +171,7 @@ class MPOLoss(OffPolicyLoss):
     default_constraints: ClassVar = {
         "mean": (2.5e-3, 1.0),
         "stddev": (1e-6, 1000.0),
+        "covariance": (1e-5, 1000.0),
         "policy": (2.5e-3, 1.0),
     }
     """Bound and initial multiplier by constraint."""
@@ -179,6 +188,7 @@ class MPOLoss(OffPolicyLoss):
         epsilon: float = 0.1,
         epsilon_mean: float | None = None,
         epsilon_stddev: float | None = None,
+        epsilon_covariance: float | None = None,
         epsilon_policy: float | None = None,
         per_dim_constraining: bool | None = None,
         action_penalization: bool | None = None,
@@ -186,9 +196,11 @@ class MPOLoss(OffPolicyLoss):
         init_temperature: float = 1.0,
         init_alpha_mean: float | None = None,
         init_alpha_stddev: float | None = None,
+        init_alpha_covariance: float | None = None,
         init_alpha_policy: float | None = None,
         init_penalty_temperature: float = 1.0,
         temperature_update: Literal["gradient", "solve"] = "gradient",
+        alpha_update: Literal["gradient", "relative"] = "gradient",
         policy_states: Literal["next", "current", "both"] = "next",
         sequence_steps: Literal["all", "first"] = "all",
         loss_function: Literal["l2", "l1", "smooth_l1"] = "l2",
@@ -232,14 +244,15 @@ class MPOLoss(OffPolicyLoss):
         solved = temperature_update == "solve"
         self._add_temperature(MAIN_OBJECTIVE, init_temperature, epsilon, solved=solved)
         self._add_constraints(
-            self.policy.constraints,
-            self.policy.constraint_shape,
+            self.policy.constraint_kinds(),
             given={
                 "mean": (epsilon_mean, init_alpha_mean),
                 "stddev": (epsilon_stddev, init_alpha_stddev),
+                "covariance": (epsilon_covariance, init_alpha_covariance),
                 "policy": (epsilon_policy, init_alpha_policy),
             },
             defaults=self.default_constraints,
+            alpha_update=alpha_update,
         )
         self.action_penalization = resolve_penalization(action_penalization, self.policy)
         if self.action_penalization:
@@ -417,7 +430,9 @@ class MPOLoss(OffPolicyLoss):
             dual = data.get(("e_step", "duals", name))
             of_states[temperature] = temperature.loss(dual.get("dual"), dual.get("kl"))
         for name, constraint in self.constraints.items():
-            of_states[constraint] = constraint.losses(divergences[name])[1]
+            kl = divergences[name]
+            mean_kl = self._mean_kl(kl, data.get("e_step").mask)
+            of_states[constraint] = constraint.losses(kl, mean_kl)[1]
         return {
             f"loss_{name}": self._reduce_states(of_states[dual], data)
             for name, dual in self.duals.items()

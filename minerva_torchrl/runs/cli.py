@@ -19,6 +19,7 @@ from omegaconf.errors import OmegaConfBaseException
 from tqdm import tqdm
 
 from minerva_torchrl.algorithms import ALGORITHMS
+from minerva_torchrl.envs import EnvironmentFailure, PolicyFailure
 from minerva_torchrl.runs.checkpoints import CheckpointError
 from minerva_torchrl.runs.evaluation import evaluate
 from minerva_torchrl.runs.help import train_help
@@ -32,6 +33,7 @@ from minerva_torchrl.runs.settings import (
     parse_config,
     register_configs,
 )
+from minerva_torchrl.runs.sizes import check_copies
 from minerva_torchrl.runs.start import first_line
 from minerva_torchrl.runs.strict import ConfigError
 from minerva_torchrl.runs.trust import code_in
@@ -78,8 +80,9 @@ def train(config: DictConfig) -> None:
     """Train, or go on training, with settings that Hydra put together.
 
     Errors in settings end the program with status 2 and a line for each; a folder that can't be
-    used, a run that is no longer finite, and one whose end can't be saved, with status 1; a run
-    that was asked to stop with status 0, or 130 if it was to stop at once.
+    used, a run that is no longer finite, one whose environment fails, and one whose end can't be
+    saved, with status 1; a run that was asked to stop with status 0, or 130 if it was to stop at
+    once.
 
     Args:
         config (DictConfig): what ``@hydra.main`` passes on.
@@ -102,10 +105,11 @@ def train(config: DictConfig) -> None:
             saved = f"Stopped. The last checkpoint has {run.saved_frames:,} frames. Go on with:"
             _write(saved, f"  {run.resume_command()}")
         raise SystemExit(130) from None
-    except NonFiniteError as error:
+    except (NonFiniteError, EnvironmentFailure, PolicyFailure) as error:
         lines = [f"error: {error}"]
         if run is not None:
-            lines.append(f"The last good checkpoint: {run.run_dir / 'checkpoints/last'}")
+            last = run.run_dir / "checkpoints/last"
+            lines.append(f"The last good checkpoint: {last} at {run.saved_frames:,} frames")
         _write(*lines)
         raise SystemExit(1) from None
     if not summary:
@@ -137,6 +141,8 @@ def _make_run(settings: dict[str, Any]) -> Run:
     if resume is None:
         config = parse_config(settings["algo"], settings)
         return Run(config, Path(config.run_dir) if config.run_dir else default_run_dir(config))
+    if not isinstance(resume, str):
+        raise ConfigError([f"resume must be the folder of a run, got {resume!r}."])
     run_dir = Path(resume)
     overrides = explicit_overrides(HydraConfig.get().overrides.task)
     for name in ("resume", "trust"):
@@ -180,7 +186,13 @@ def evaluate_main(arguments: Sequence[str] | None = None, *, prog: str | None = 
     args = _evaluation_arguments(arguments, prog)
     try:
         _evaluate(args)
-    except (CheckpointError, ConfigError, ImportError) as error:
+    except (
+        CheckpointError,
+        ConfigError,
+        ImportError,
+        EnvironmentFailure,
+        PolicyFailure,
+    ) as error:
         _write(f"error: {error}")
         raise SystemExit(1) from None
 
@@ -213,6 +225,7 @@ def _evaluate(args: argparse.Namespace) -> None:
     if args.video:
         require_video_support()
     policy = load_policy(args.run, name=args.checkpoint, trust=args.trust)
+    check_copies(policy.config, episodes=args.episodes)
     env = policy.make_env(episodes=args.episodes, seed=args.seed, video=bool(args.video))
     pictures: list[Any] = []
     seed = policy.evaluation_seed if args.seed is None else args.seed

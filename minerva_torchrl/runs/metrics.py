@@ -32,9 +32,9 @@ class MetricsBuffer:
         self._losses: list[TensorDictBase] = []
 
     def add_batch(self, batch: TensorDictBase) -> None:
-        """Note the episodes that ended in a collected batch."""
+        """Note the episodes that ended in a collected batch, but for those that were lost."""
         after = batch["next"]
-        ended = after["done"].squeeze(-1)
+        ended = (after["done"] & after["episode_reward"].isfinite()).squeeze(-1)
         if ended.any():
             returns = after["episode_reward"].squeeze(-1)[ended].tolist()
             self._returns += returns

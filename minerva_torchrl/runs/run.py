@@ -25,7 +25,7 @@ from minerva_torchrl.runs.folder import (
     plain_settings,
     resume_argument,
 )
-from minerva_torchrl.runs.loggers import check_backend, close_logger, make_logger
+from minerva_torchrl.runs.loggers import MetricsLogger, check_backend, make_logger
 from minerva_torchrl.runs.loop import TrainingLoop
 from minerva_torchrl.runs.manifest import is_count, mismatch
 from minerva_torchrl.runs.metrics import MetricsBuffer
@@ -33,9 +33,11 @@ from minerva_torchrl.runs.parts import Networks, find_callbacks, find_parts, wit
 from minerva_torchrl.runs.progress import Progress
 from minerva_torchrl.runs.settings import resumed_config
 from minerva_torchrl.runs.signals import StopOnSignals
+from minerva_torchrl.runs.sizes import check_copies, check_threads
 from minerva_torchrl.runs.strict import ConfigError
 from minerva_torchrl.runs.trust import check_trust, code_in
 from minerva_torchrl.runs.video import require_video_support
+from minerva_torchrl.text import one_line
 
 __all__ = ["Run", "check_same_run", "python_command", "resume_run", "train_command"]
 
@@ -125,6 +127,9 @@ class Run:
         self.earlier_seconds = 0.0 if checkpoint is None else checkpoint.metadata["wall_seconds"]
         self._stream = sys.stderr if stream is None else stream
         self._new = checkpoint is None and not restart
+        problems = list(config.problems_of_new_run()) if self._new else []
+        if problems:
+            raise ConfigError(problems)
         check_folder(run_dir, new=self._new)
         if not self._new:
             given = {"network.factory": networks, "env.factory": make_env, "callbacks": callbacks}
@@ -202,7 +207,6 @@ class Run:
             )
             settings = plain_settings(config, self.run_dir)
             logger = make_logger(config.logger, self.run_dir, settings)
-            opened.callback(close_logger, logger)
             progress = Progress(
                 config.total_frames,
                 initial=self.frames,
@@ -211,8 +215,10 @@ class Run:
                 stream=self._stream,
             )
             opened.callback(progress.close)
+            metrics_logger = MetricsLogger(logger, progress.write)
+            opened.callback(metrics_logger.close)
             with StopOnSignals(self.stop, progress.write):
-                return TrainingLoop(self, folder, progress, logger).train()
+                return TrainingLoop(self, folder, progress, metrics_logger).train()
 
     def resume_command(self) -> str:
         """What to type to go on with this run."""
@@ -232,8 +238,8 @@ class Run:
         self.eval_env.reset()
         try:
             self.eval_env.base_env.render()
-        except RuntimeError as error:
-            raise ConfigError([f"eval.video: {error}"]) from None
+        except Exception as error:  # of another class from each library, for example pygame's lack
+            raise ConfigError([f"eval.video: {one_line(error)}"]) from error
 
 
 def resume_run(
@@ -266,6 +272,8 @@ def resume_run(
 
 def _check_requirements(config: RunConfig) -> None:
     """Raise if a logger, a device or videos can't be used here."""
+    check_threads(config)
+    check_copies(config)
     check_backend(config.logger)
     resolve_device(config.device)
     if config.eval.video:

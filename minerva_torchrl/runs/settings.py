@@ -6,11 +6,12 @@ import re
 import sys
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
@@ -222,7 +223,8 @@ def check_overrides(algo: str, arguments: Sequence[str] | None = None) -> list[s
         The arguments, with new names.
     """
     checked = list(sys.argv[1:] if arguments is None else arguments)
-    algorithm, problems = ALGORITHMS[algo], []
+    algorithm = ALGORITHMS[algo]
+    problems = list(_not_overrides(checked, algorithm.config_class))
     for index, argument in enumerate(checked):
         if argument.startswith("-") or "=" not in argument:
             continue
@@ -248,6 +250,34 @@ def check_overrides(algo: str, arguments: Sequence[str] | None = None) -> list[s
     if arguments is None:
         sys.argv[1:] = checked
     return checked
+
+
+def _not_overrides(arguments: Sequence[str], kind: type) -> Iterator[str]:
+    """What to say about arguments that look like settings, but are not written as such."""
+    flags = {
+        flag: action.nargs
+        for action in get_args_parser()._actions
+        for flag in action.option_strings
+    }
+    takes_value = False
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        name, has_value, value = argument.partition("=")
+        if name in flags:
+            takes_value = flags[name] != 0 and not has_value
+            continue
+        if not takes_value and (argument.startswith("-") or not (has_value or "~" in argument)):
+            setting = name.lstrip("-").replace("-", "_")
+            value = value if has_value else following
+            if unknown_setting(kind, setting) is None and setting:
+                value = value if value and not value.startswith("-") else "VALUE"
+                yield f"settings are written as name=value: {setting}={value}, not {argument!r}."
+            elif argument.startswith("-"):
+                yield f"there is no flag {argument!r}. Settings are written as name=value."
+            else:
+                yield f"settings are written as name=value, got {argument!r}."
+            takes_value = True  # what follows would be its value
+            continue
+        takes_value = False
 
 
 def hydra_text(text: str) -> str:

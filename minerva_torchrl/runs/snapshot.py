@@ -29,7 +29,14 @@ from minerva_torchrl.runs.checkpoints import Checkpoint, CheckpointError
 from minerva_torchrl.runs.metrics import MetricsBuffer
 from minerva_torchrl.runs.structure import check_like, check_optimizer, check_rows
 
-__all__ = ["capture", "cut_episodes", "restore", "restore_model", "state_is_exact"]
+__all__ = [
+    "capture",
+    "cut_episodes",
+    "not_finite",
+    "restore",
+    "restore_model",
+    "state_is_exact",
+]
 
 # Those of others may have a state that is not known here.
 _KNOWN_TRANSFORMS = (
@@ -59,6 +66,7 @@ def capture(
     *,
     metrics: MetricsBuffer | None = None,
     replay_buffer: bool = True,
+    episodes: bool = True,
 ) -> dict[str, Any]:
     """The state between two batches, by part.
 
@@ -69,6 +77,8 @@ def capture(
     Keyword Args:
         metrics (MetricsBuffer, optional): what the run has not written down yet.
         replay_buffer (bool): include the replay buffer, if there is one. Defaults to ``True``.
+        episodes (bool): include the simulators. Without them, for example because they failed, new
+            episodes begin when the state is restored. Defaults to ``True``.
     """
     parts = {
         "model": {
@@ -76,11 +86,37 @@ def capture(
             "transforms": _plain(assembly.env.state_dict()),
         },
         "training": _capture_training(assembly, callbacks, metrics or MetricsBuffer()),
-        "environment": _capture_environment(assembly),
+        "environment": _capture_environment(assembly, episodes),
     }
     if replay_buffer and assembly.replay_buffer is not None:
         parts["replay"] = _capture_replay(assembly.replay_buffer)
     return parts
+
+
+def not_finite(parts: Mapping[str, Any]) -> str | None:
+    """Which parameter, state of an optimiser or statistic is not finite; ``None`` if all are.
+
+    Args:
+        parts (mapping): from :func:`capture`.
+    """
+    checked = {
+        "model": parts["model"],
+        "training": parts["training"]["hooks"],
+        "environment": parts["environment"]["discounted_returns"],
+    }
+    return _find_not_finite(checked, "")
+
+
+def _find_not_finite(value: Any, path: str) -> str | None:
+    if isinstance(value, Tensor):
+        bad = value.is_floating_point() and not value.isfinite().all()
+        return path if bad else None
+    if isinstance(value, Mapping):
+        entries: Any = value.items()
+    else:
+        entries = enumerate(value) if isinstance(value, (list, tuple)) else ()
+    paths = (_find_not_finite(item, f"{path}/{name}".lstrip("/")) for name, item in entries)
+    return next(filter(None, paths), None)
 
 
 def restore(
@@ -109,6 +145,9 @@ def restore(
             f"{', '.join(sorted(missing))}."
         )
     with _explained(checkpoint):
+        bad = not_finite(parts)
+        if bad is not None:
+            raise CheckpointError(f"{checkpoint.path} can't be resumed from: {bad} is not finite.")
         _check_fits(assembly.loss, parts["model"]["loss"], checkpoint)
         _check_environments(assembly, parts["environment"], checkpoint)
         _check_callbacks(callbacks, parts["training"], checkpoint)
@@ -338,28 +377,36 @@ def _restore_training(
     _restore_random(state["random"])
 
 
-def _capture_environment(assembly: Assembly) -> dict[str, Any]:
+def _capture_environment(assembly: Assembly, episodes: bool) -> dict[str, Any]:
     collector = assembly.collector
-    returns = [t._discounted_return for t in assembly.env.transform if _follows_returns(t)]
-    return {
-        "simulators": _plain(assembly.env.base_env.state_dict()),
-        "discounted_returns": [None if r is None else r.clone() for r in returns],
-        "carrier": _plain_tensordict(collector._carrier),
+    state = {
+        "simulators": None,
+        "discounted_returns": [],
+        "carrier": {"batch_size": list(assembly.env.batch_size)},
         "frames": collector._frames,
         "iterations": collector._iter,
         "trajectories": _plain(collector._traj_pool.state_dict()),
     }
+    if episodes:
+        returns = [t._discounted_return for t in assembly.env.transform if _follows_returns(t)]
+        state["simulators"] = _plain(assembly.env.base_env.state_dict())
+        state["discounted_returns"] = [None if r is None else r.clone() for r in returns]
+        state["carrier"] = _plain_tensordict(collector._carrier)
+    return state
 
 
 def _restore_environment(assembly: Assembly, state: Mapping[str, Any]) -> None:
     collector = assembly.collector
+    collector._frames, collector._iter = state["frames"], state["iterations"]
+    collector._traj_pool.load_state_dict(state["trajectories"])
+    if state["simulators"] is None:
+        cut_episodes(assembly)
+        return
     assembly.env.base_env.load_state_dict(state["simulators"])
     transforms = [t for t in assembly.env.transform if _follows_returns(t)]
     for transform, returns in zip(transforms, state["discounted_returns"], strict=True):
         transform._discounted_return = returns
     collector._carrier = _tensordict(state["carrier"])
-    collector._frames, collector._iter = state["frames"], state["iterations"]
-    collector._traj_pool.load_state_dict(state["trajectories"])
 
 
 def _follows_returns(transform: object) -> bool:
