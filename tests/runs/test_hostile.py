@@ -221,6 +221,17 @@ def test_compressed_archives_are_refused(store: CheckpointStore) -> None:
         open_checkpoint(path).load("a")
 
 
+def test_lists_in_lists_are_refused(store: CheckpointStore) -> None:
+    value: Any = "ha"
+    for _ in range(40):
+        value = [value, value]
+    path = store.save({"a": 1}, frames=1)
+    torch.save({"hooks": value}, path / "a.pt")
+    fix_hash(path, "a")
+    with pytest.raises(CheckpointError, match="is not a file of tensors"):
+        open_checkpoint(path).load("a")
+
+
 @pytest.mark.parametrize(
     ("saved", "problem"),
     [
