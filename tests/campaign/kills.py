@@ -282,7 +282,8 @@ def saved_again(folder: Path) -> bool:
 
 def cases(rng: random.Random, quick: bool) -> Iterator[Case]:
     names = ["mpo", "ppo"] if quick else list(RUNS)
-    for name in names:
+    quickly = [name for name in names if name != "workers"]
+    for name in quickly:
         reference(name)
     start = count_operations("mpo", saved) + 4
     save = count_operations("mpo", saved_again)
@@ -291,7 +292,6 @@ def cases(rng: random.Random, quick: bool) -> Iterator[Case]:
         yield Case(f"at file operation {number} of a start", at_operations("mpo", [number]))
     for number in range(save - (8 if quick else 32), save + 8, 4 if quick else 1):
         yield Case(f"at file operation {number}, in a save", at_operations("mpo", [number]))
-    quickly = [name for name in names if name != "workers"]
     for index in range(4 if quick else 32):
         name = quickly[index % len(quickly)]
         numbers = [rng.randrange(1, 200) for _ in range(1 + index % 3)]
@@ -304,6 +304,8 @@ def cases(rng: random.Random, quick: bool) -> Iterator[Case]:
         name = quickly[index % len(quickly)]
         moments = [round(rng.uniform(0.2, 4.0), 3) for _ in range(1 + index % 3)]
         yield Case(f"{name} after {moments} seconds", at_moments(name, moments))
+    if not quick:
+        reference("workers")
     for index in range(0 if quick else 3):
         numbers = [rng.randrange(30, 90) for _ in range(1 + index % 2)]
         yield Case(f"workers at file operations {numbers}", at_operations("workers", numbers))
