@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -15,7 +16,7 @@ from minerva_torchrl.runs.assemble import evaluation_seed
 from minerva_torchrl.runs.evaluation import evaluate
 from minerva_torchrl.runs.folder import RunFolder
 from minerva_torchrl.runs.loggers import MetricsLogger
-from minerva_torchrl.runs.metrics import MetricsBuffer
+from minerva_torchrl.runs.manifest import CheckpointError
 from minerva_torchrl.runs.progress import Progress
 from minerva_torchrl.runs.video import write_video
 from minerva_torchrl.trainers.hooks import run_first
@@ -47,12 +48,14 @@ class TrainingLoop:
     ) -> None:
         self._run, self._config, self._trainer = run, run.config, run.assembly.trainer
         self._folder, self._progress, self._logger = folder, progress, logger
-        self._metrics = MetricsBuffer()
+        self._metrics = run.metrics
         self._start = time.perf_counter()
         evaluations = folder.evaluations.rows()
-        self._best_return = max((row["return_mean"] for row in evaluations), default=-float("inf"))
+        self._best_return = max((row["return_mean"] for row in evaluations), default=-math.inf)
+        if run.checkpoint is not None and "best_return" in run.checkpoint.metadata:
+            best = run.checkpoint.metadata["best_return"]
+            self._best_return = -math.inf if best is None else best
         self._evaluated_at = int(evaluations[-1]["frames"]) if evaluations else -1
-        self._recorded_at = -1
 
     def train(self) -> dict[str, Any]:
         """Train.
@@ -64,7 +67,7 @@ class TrainingLoop:
         for callback in run.callbacks:
             callback.on_start(run)
         if run.checkpoint is None:
-            self._save()  # so that a run can be resumed from its first moment on
+            self._save(required=True)  # so that a run can be resumed from its first moment on
         if run.frames == 0:
             self._evaluate()
         run_first(self._trainer, "batch_process", self._metrics.add_batch)  # with steps lost
@@ -113,12 +116,12 @@ class TrainingLoop:
     def _after_batch(self) -> None:
         run, config = self._run, self._config
         self._progress.update(run.frames, run.updates, self._metrics.episode_return)
-        if self._is_ending() or self._is_due(config.logger.interval):
+        # A run that is stopped here writes no row that it would not have written otherwise: what
+        # it has collected for the next one is in its checkpoint.
+        if run.is_complete or self._is_due(config.logger.interval):
             self._write_metrics()
         if run.is_complete or self._is_due(config.eval.interval):
             self._evaluate()
-        if self._is_ending():
-            self._write_metrics()  # if it was the evaluation after which a callback ended the run
         if self._is_ending() or self._is_due(config.checkpoint.interval):
             self._save()
             if run.stop_reason is not None:  # a signal from now on waits for the next batch
@@ -135,9 +138,6 @@ class TrainingLoop:
 
     def _write_metrics(self) -> None:
         run, skipped = self._run, self._trainer.finite_batches
-        if self._recorded_at == run.frames:
-            return
-        self._recorded_at = run.frames
         counts = {"frames": run.frames, "updates": run.updates}
         speeds = {
             "frames_per_second": self._progress.frames_per_second,
@@ -193,6 +193,7 @@ class TrainingLoop:
         if pictures:
             with self._despite_errors("a video"):
                 name = f"frames-{run.frames:09d}.mp4"
+                self._progress.write(f"writing videos/{name}, {len(pictures):,} pictures")
                 write_video(self._folder.path / "videos" / name, pictures, fps=30)
         with self._despite_errors("curve.png"):
             self._folder.draw_curve()
@@ -203,11 +204,18 @@ class TrainingLoop:
             if config.checkpoint.best:
                 self._save("best")
 
-    def _save(self, name: Literal["last", "best"] = "last", *, episodes: bool = True) -> None:
+    def _save(
+        self,
+        name: Literal["last", "best"] = "last",
+        *,
+        required: bool = False,
+        episodes: bool = True,
+    ) -> None:
         run, config = self._run, self._config
         state = snapshot.capture(
             run.assembly,
             run.callbacks,
+            metrics=self._metrics,
             replay_buffer=name == "last" and config.checkpoint.replay_buffer,
             episodes=episodes,
         )
@@ -218,12 +226,23 @@ class TrainingLoop:
                 raise NonFiniteError(f"{problem}.")
             self._progress.write(f"warning: {problem}")
             return
-        metadata = {"algo": config.algo, "wall_seconds": self._wall_seconds()}
         try:
+            metadata = {
+                "algo": config.algo,
+                "wall_seconds": self._wall_seconds(),
+                "best_return": self._best_return if math.isfinite(self._best_return) else None,
+                "rows": self._folder.rows(),
+            }
             path = self._folder.checkpoints.save(
                 state, frames=run.frames, metadata=metadata, name=name
             )
         except OSError as error:
+            if required:
+                where = error.filename or self._folder.path
+                reason = error.strerror or type(error).__name__
+                raise CheckpointError(
+                    f"{where}: no checkpoint can be written ({reason}), so the run is not begun."
+                ) from None
             self._warn("a checkpoint (the one before is kept)", error)
         else:
             if name == "last":

@@ -21,7 +21,8 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from minerva_torchrl.algorithms import ALGORITHMS, RunConfig
-from minerva_torchrl.runs.checkpoints import CheckpointError
+from minerva_torchrl.runs.manifest import CheckpointError
+from minerva_torchrl.runs.settings_file import read_settings_text
 from minerva_torchrl.runs.strict import ConfigError, parse, unknown_setting
 
 __all__ = [
@@ -43,6 +44,17 @@ _CHANGEABLE = ("total_frames", *_EXECUTION, "eval.video")
 _FREE_SECTION = "env.kwargs"
 # Settings that have no influence on what a run learns.
 _WITHOUT_INFLUENCE = (*_EXECUTION, "eval.", "run_dir", "resume", "trust")
+# What reading settings that nobody wrote on purpose ends in.
+_UNUSABLE = (
+    YAMLError,
+    OmegaConfBaseException,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    AssertionError,
+    RecursionError,
+)
 
 
 def parse_config(algo: str, settings: Mapping[str, Any]) -> RunConfig:
@@ -84,7 +96,7 @@ def load_config(run_dir: Path) -> RunConfig:
     if not run_dir.is_dir():
         raise CheckpointError(f"there is no run in {run_dir}: no such folder.")
     try:
-        settings: Any = OmegaConf.to_container(OmegaConf.load(file))
+        settings: Any = OmegaConf.to_container(OmegaConf.create(read_settings_text(file)))
         algo = settings["algo"]
         if algo in ALGORITHMS:
             _rename(settings, ALGORITHMS[algo].renamed)
@@ -93,11 +105,18 @@ def load_config(run_dir: Path) -> RunConfig:
         # Whether the folder is trusted is not for the folder to say.
         return parse_config(algo, {**settings, "trust": False})
     except FileNotFoundError:
-        raise CheckpointError(f"there is no run in {run_dir}: it has no config.yaml.") from None
+        raise CheckpointError(
+            f"there is no run in {run_dir}: it has no config.yaml. If a run was stopped before it "
+            f"began, start it again with run_dir={hydra_text(str(run_dir))}."
+        ) from None
     except ConfigError as error:
         raise CheckpointError(f"{file} has settings that can't be used: {error}") from None
-    except (YAMLError, OmegaConfBaseException, OSError, ValueError, KeyError, TypeError):
-        raise CheckpointError(f"{file} is not the configuration of a run.") from None
+    except OSError as error:
+        raise CheckpointError(f"{file} can't be read: {error.strerror}.") from None
+    except _UNUSABLE as error:
+        reason = str(error) if type(error) is ValueError else type(error).__name__
+        message = f"{file} is not the configuration of a run ({reason})."
+        raise CheckpointError(" ".join(message.split())) from None
 
 
 def resumed_config(run_dir: Path, overrides: Mapping[str, Any]) -> RunConfig:
@@ -185,7 +204,7 @@ _HYDRA = {
     "hydra": {
         "output_subdir": None,
         "run": {"dir": "."},
-        "sweep": {"dir": "/tmp/minerva_torchrl-${oc.env:USER,user}", "subdir": "."},
+        "sweep": {"dir": ".", "subdir": "."},
     },
 }
 
