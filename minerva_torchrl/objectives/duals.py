@@ -75,6 +75,11 @@ class DualVariable(nn.Module):
         with torch.no_grad():
             self.raw.fill_(_raw_from_value(self.init))
 
+    @property
+    def raw_floor(self) -> float:
+        """What the floor is for the stored parameter."""
+        return _raw_from_value(self.floor)
+
     def forward(self) -> Tensor:
         """The value in real units, differentiable."""
         return nn.functional.softplus(self.raw) + _OFFSET
@@ -82,7 +87,7 @@ class DualVariable(nn.Module):
     @torch.no_grad()
     def project_(self) -> None:
         """Put the parameter back above the floor. Call it after each optimiser step."""
-        self.raw.clamp_(min=_raw_from_value(self.floor))
+        self.raw.clamp_(min=self.raw_floor)
 
     @torch.no_grad()
     def set_(self, value: Tensor) -> None:
