@@ -5,6 +5,7 @@ What an algorithm adds, or does differently, is in its own file.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from inspect import Parameter, signature
@@ -181,15 +182,14 @@ class LoggerConfig:
 
 @dataclass(frozen=True)
 class CompileConfig:
-    """``torch.compile``, which takes up to a minute at first.
+    """``torch.compile``, which takes up to a minute at first."""
 
-    Small networks on a CPU gain nothing from it.
-    """
-
-    enabled: bool = False
-    """Compile the networks' heavy parts."""
+    enabled: bool | Literal["auto"] = "auto"
+    """Compile the losses and gradients of an update; ``auto`` does where a run is long enough for
+    it to pay and where there is a C++ compiler, and is stored as what it came to."""
     mode: Literal["default", "reduce-overhead", "max-autotune"] = "default"
-    """Mode of ``torch.compile``."""
+    """Mode of ``torch.compile``. ``max-autotune`` picks kernels by their speed, so that a run that
+    is resumed need not be the same to the last bit."""
 
 
 # All of them -------------------------------------------------------------------------------------
@@ -234,6 +234,17 @@ class RunConfig:
     loss: LossConfig = field(default_factory=LossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
 
+    @property
+    def num_batches(self) -> int:
+        """Batches that the run collects."""
+        per_batch = self.collector.frames_per_batch * self.env.frame_skip
+        return math.ceil(self.total_frames / per_batch)
+
+    @property
+    def compilable_steps(self) -> int:
+        """Gradient steps of the run that ``compile`` applies to."""
+        return 0
+
     def problems(self) -> Iterator[str]:
         """What is impossible about these settings, one line each."""
         yield from not_positive(self, "total_frames", "num_threads", "max_skipped")
@@ -270,6 +281,8 @@ class RunConfig:
                     f"network.{name} must have at least one layer, of at least one unit; "
                     f"got {list(sizes)}."
                 )
+        if self.compile.enabled is True and self.compilable_steps == 0:
+            yield "compile.enabled=true is for updates taken as a whole, which these are not."
         if self.env.num_workers < 0:
             yield f"env.num_workers must not be negative, got {self.env.num_workers}."
         elif self.env.num_workers > 1 and self.env.num_envs % self.env.num_workers:

@@ -140,6 +140,12 @@ class MPOConfig(RunConfig):
         """Updates after each collected batch."""
         return round(self.optim.updates_per_frame * self.collector.frames_per_batch)
 
+    @property
+    def compilable_steps(self) -> int:
+        """All updates, unless they are taken in parts."""
+        whole = self.optim.num_policy_steps == 1 and self.optim.dual_order == "simultaneous"
+        return self.num_batches * self.updates_per_batch if whole else 0
+
     def problems(self) -> Iterator[str]:
         """What is impossible about these settings, one line each."""
         yield from super().problems()
@@ -423,6 +429,7 @@ class MPO(Algorithm[MPOConfig]):
                 clip_critic=optim.clip_critic,
                 clip_actor=optim.clip_actor,
                 clip_dual=optim.clip_dual,
+                metrics_interval=self.config.updates_per_batch,
             ),
             replay_buffer=replay_buffer,
             target_net_updater=make_target_updater(
