@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from tensordict.nn import ProbabilisticTensorDictSequential
-from torchrl.data import OneHot
 
 from minerva_torchrl.algorithms.common import Preset, adam
-from minerva_torchrl.algorithms.config import LossConfig, OptimConfig, arguments_of
+from minerva_torchrl.algorithms.config import (
+    LossConfig,
+    OptimConfig,
+    arguments_of,
+    not_positive,
+    out_of_range,
+)
 from minerva_torchrl.algorithms.on_policy import (
     OnPolicyAlgorithm,
     OnPolicyConfig,
@@ -48,14 +54,17 @@ class VMPOLossConfig(LossConfig):
     epsilon: float
     epsilon_mean: float | None
     epsilon_stddev: float | None
+    epsilon_covariance: float | None
     epsilon_policy: float | None
     per_dim_constraining: bool | None = None
     """Null: for Gaussian policies, as in MPO."""
     init_temperature: float
     init_alpha_mean: float | None
     init_alpha_stddev: float | None
+    init_alpha_covariance: float | None
     init_alpha_policy: float | None
     temperature_update: Literal["solve", "gradient"]
+    alpha_update: Literal["gradient", "relative"]
     kl_samples: Literal["all", "selected"]
     normalize_advantage: bool
     critic_coeff: float
@@ -78,7 +87,9 @@ class VMPOOptimConfig(OptimConfig):
     lr_temperature: float = 1e-2
     """That of a temperature with ``temperature_update=gradient``."""
     adam_eps: float = 1e-5
-    """Adam's constant in the denominator."""
+    """Adam's constant in the denominator, for the networks."""
+    adam_eps_dual: float = 1e-8
+    """That for the dual variables, whose gradients can be small."""
     num_policy_steps: int = 320
     """With minibatches of 64, ten times over a rollout of 2048 frames."""
     minibatch_size: int | None = 64
@@ -97,6 +108,28 @@ class VMPOConfig(OnPolicyConfig):
     network: VMPONetworkConfig = field(default_factory=VMPONetworkConfig)
     loss: VMPOLossConfig = field(default_factory=VMPOLossConfig)
     optim: VMPOOptimConfig = field(default_factory=VMPOOptimConfig)
+
+    @property
+    def compilable_steps(self) -> int:
+        """All policy steps, unless the multipliers are stepped first."""
+        whole = self.optim.dual_order == "simultaneous"
+        return self.num_batches * self.optim.num_policy_steps if whole else 0
+
+    def problems(self) -> Iterator[str]:
+        """What is impossible about these settings, one line each."""
+        yield from super().problems()
+        yield from not_positive(self, "loss.top_k_fraction")
+        yield from out_of_range(self, 1.0, "loss.top_k_fraction")
+
+    def problems_of_new_run(self) -> Iterator[str]:
+        """What makes no sense to begin with, though there may be such runs already."""
+        yield from super().problems_of_new_run()
+        frames, minibatch = self.collector.frames_per_batch, self.optim.minibatch_size
+        if minibatch is not None and minibatch > frames:
+            yield (
+                "optim.minibatch_size must be at most collector.frames_per_batch, got "
+                f"{minibatch} and {frames}."
+            )
 
 
 # Presets -----------------------------------------------------------------------------------------
@@ -139,6 +172,7 @@ PRESETS = {
                 "lr_critic": 1e-4,
                 "lr_alpha": 1e-4,
                 "lr_temperature": 1e-4,
+                "adam_eps_dual": 1e-5,
                 "anneal_lr": False,
             },
         },
@@ -156,14 +190,12 @@ class VMPO(OnPolicyAlgorithm[VMPOConfig]):
     config_class = VMPOConfig
     presets = PRESETS
     renamed: ClassVar = {"loss.epsilon_eta": "loss.epsilon"}
-    earlier: ClassVar = {"optim.dual_order": "dual_first"}
+    earlier: ClassVar = {"optim.dual_order": "dual_first", "optim.adam_eps_dual": 1e-5}
 
     def make_loss(self, actor: ProbabilisticTensorDictSequential, critic: Any) -> VMPOLoss:
         """The loss, with generalised advantages."""
         arguments = dict(vars(self.config.loss))
         gamma, lmbda = arguments.pop("gamma"), arguments.pop("lmbda")
-        if arguments["per_dim_constraining"] is None:
-            arguments["per_dim_constraining"] = not isinstance(actor.spec["action"], OneHot)
         loss = VMPOLoss(actor, critic, **arguments)
         return loss.make_value_estimator("gae", gamma=gamma, lmbda=lmbda)
 
@@ -177,11 +209,11 @@ class VMPO(OnPolicyAlgorithm[VMPOConfig]):
         optimizer = adam(networks, optim.lr_actor, optim.adam_eps)
         temperature = None
         if self.config.loss.temperature_update == "gradient":
-            temperature = adam([loss.temperature.raw], optim.lr_temperature, optim.adam_eps)
+            temperature = adam([loss.temperature.raw], optim.lr_temperature, optim.adam_eps_dual)
         return VMPOTrainer(
             optimization_stepper=VMPOOptimizationStepper(
                 optimizer,
-                adam(loss.alpha_parameters(), optim.lr_alpha, optim.adam_eps),
+                adam(loss.alpha_parameters(), optim.lr_alpha, optim.adam_eps_dual),
                 temperature,
                 num_policy_steps=optim.num_policy_steps,
                 minibatch_size=optim.minibatch_size,

@@ -20,6 +20,7 @@ from typing_extensions import Self
 from minerva_torchrl.objectives.checks import check_choice, check_positive
 from minerva_torchrl.objectives.duals import Constraint, DualVariable, Temperature
 from minerva_torchrl.objectives.specs import keys_without
+from minerva_torchrl.objectives.swapping import using
 
 _REDUCTIONS = ("mean", "sum", "none")
 _ESTIMATOR_PREFIX = "_value_estimator."
@@ -94,33 +95,36 @@ class DualLossModule(LossModule):
 
     def _add_constraints(
         self,
-        names: Iterable[str],
-        shape: tuple[int, ...],
+        kinds: Mapping[str, tuple[str, tuple[int, ...]]],
         given: Mapping[str, tuple[float | None, float | None]],
         defaults: Mapping[str, tuple[float, float]],
+        alpha_update: str,
     ) -> None:
         """Give every constraint of the policy its bound and its multiplier.
 
-        ``given`` and ``defaults`` have the bound and the initial multiplier by constraint.
+        ``kinds`` has what is constrained and the shape by constraint, as the policy's family says.
+        ``given`` and ``defaults`` have the bound and the initial multiplier by what is constrained.
         """
-        names = tuple(names)
+        check_choice("alpha_update", alpha_update, ("gradient", "relative"))
+        self.alpha_update, relative = alpha_update, alpha_update == "relative"
+        constrained = {kind for kind, _ in kinds.values()}
         for name, values in given.items():
             for argument, value in zip(
                 (f"epsilon_{name}", f"init_alpha_{name}"), values, strict=True
             ):
-                if name not in names and value is not None:
+                if name not in constrained and value is not None:
                     raise ValueError(
                         f"{argument} does not apply to a policy whose constraints are "
-                        f"{', '.join(names)}; got {value}."
+                        f"{', '.join(kinds)}; got {value}."
                     )
-        for name in names:
+        for name, (kind, shape) in kinds.items():
             epsilon, init = (
                 default if value is None else value
-                for value, default in zip(given[name], defaults[name], strict=True)
+                for value, default in zip(given[kind], defaults[kind], strict=True)
             )
-            check_positive(f"epsilon_{name}", epsilon)
-            check_positive(f"init_alpha_{name}", init)
-            self.constraints[name] = Constraint(init, epsilon, shape)
+            check_positive(f"epsilon_{kind}", epsilon)
+            check_positive(f"init_alpha_{kind}", init)
+            self.constraints[name] = Constraint(init, epsilon, shape, relative=relative)
             self._register_dual(f"alpha_{name}", f"epsilon_{name}", self.constraints[name])
 
     def _register_dual(self, name: str, bound: str, dual: Temperature | Constraint) -> None:
@@ -173,8 +177,9 @@ class DualLossModule(LossModule):
 
     def project_duals_(self) -> None:
         """Put every dual variable back above its floor. Call it after each optimiser step."""
-        for dual in self.dual_variables():
-            dual.project_()
+        duals = list(self.dual_variables())
+        with torch.no_grad():
+            torch._foreach_clamp_min_([dual.raw for dual in duals], [d.raw_floor for d in duals])
 
     def project_duals_after(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
         """Have an optimiser call :meth:`project_duals_` after each of its steps.
@@ -270,19 +275,32 @@ class DualLossModule(LossModule):
 
     # The update in parts -------------------------------------------------------------------------
 
-    def e_step(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, dict[str, Tensor]]:
+    def e_step(
+        self, tensordict: TensorDictBase, *, with_metrics: bool = True
+    ) -> tuple[TensorDictBase, dict[str, Tensor]]:
         """The batch with what the E-step found as its entry ``e_step``, and 0-d metrics."""
         raise NotImplementedError
 
-    def _with_e_step(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, dict[str, Tensor]]:
+    def _with_e_step(
+        self, tensordict: TensorDictBase, with_metrics: bool = True
+    ) -> tuple[TensorDictBase, dict[str, Tensor]]:
         """A batch that has its E-step as it is, any other with one."""
         if tensordict.get("e_step", None) is not None:
             return tensordict, {}
-        return self.e_step(tensordict)
+        return self.e_step(tensordict, with_metrics=with_metrics)
+
+    def _constraint_losses(
+        self, divergences: dict[str, Tensor], mask: Tensor | None
+    ) -> dict[str, tuple[Tensor, Tensor]]:
+        """By constraint, the penalty on the policy and the loss of the multiplier, ``[*B]``."""
+        return {
+            name: dual.losses(divergences[name], self._mean_kl(divergences[name], mask))
+            for name, dual in self.constraints.items()
+        }
 
     def _dist(self, states: TensorDictBase, params: TensorDictParams) -> D.Distribution:
         """The policy with some parameters at some states."""
-        with params.to_module(self.actor_network, preserve_module_state=False):
+        with using(self.actor_network, params):
             return self.actor_network.get_dist(states.select(*self._actor_in_keys))
 
     # Reduction -----------------------------------------------------------------------------------
@@ -336,6 +354,16 @@ class DualLossModule(LossModule):
         count = torch.as_tensor(count, dtype=loss.dtype, device=loss.device)
         total = self._total(count)
         return count * size / torch.where(total > 0, total, 1.0)
+
+    def _mean_kl(self, kl: Tensor, mask: Tensor | None) -> Tensor | None:
+        """Mean divergence per dimension over the states of all processes, if multipliers use it."""
+        if self.alpha_update != "relative":
+            return None
+        kl = kl.detach().flatten(0, -2)
+        mask = torch.ones_like(kl[:, :1]) if mask is None else mask.reshape(-1, 1)
+        sums = torch.cat([torch.where(mask.bool(), kl, 0.0).sum(0), mask.to(kl.dtype).sum(0)])
+        sums = self._total(sums)
+        return sums[:-1] / sums[-1].clamp_min(1)
 
     def _total(self, x: Tensor) -> Tensor:
         """The sum over all processes."""

@@ -32,8 +32,9 @@ from minerva_torchrl.objectives.critics import (
     SingleActionCritic,
     make_ensemble,
 )
-from minerva_torchrl.objectives.policies import leaf_distribution, policy_family
+from minerva_torchrl.objectives.policies import policy_family
 from minerva_torchrl.objectives.specs import action_place, keys_without, resolve_action_spec
+from minerva_torchrl.objectives.swapping import using
 
 _Steps = TypeVar("_Steps", Tensor, TensorDictBase)
 
@@ -110,7 +111,7 @@ class OffPolicyLoss(DualLossModule):
             scalar_output_mode=scalar_output_mode,
         )
         self.policy = policy
-        self.per_dim_constraining = bool(policy.constraint_shape)
+        self.per_dim_constraining = any(shape for _, shape in policy.constraint_kinds().values())
         self.qvalue_reduction = qvalue_reduction
         self.sequence_steps = sequence_steps
         self.delay_actor = delay_actor
@@ -269,7 +270,7 @@ class OffPolicyLoss(DualLossModule):
         key, network = self._critic.value_key, self.qvalue_network
         if self.num_qvalue_nets > 1:
             return self._vmap_qvalue_network(inputs, params).get(key)
-        with params.to_module(network, preserve_module_state=False):
+        with using(network, params):
             return network(inputs).get(key).unsqueeze(0)
 
     def _critic_inputs(self, states: TensorDictBase) -> TensorDictBase:
@@ -304,7 +305,7 @@ class OffPolicyLoss(DualLossModule):
             action = tensordict.get(self.tensor_keys.action)
             dist = self._dist(tensordict, self.target_actor_network_params)
             value = self._target_value(tensordict, action).unsqueeze(-1)
-            log_pi = leaf_distribution(dist).log_prob(action)
+            log_pi = self.policy.log_prob(dist, action)
             given = {"log_pi": log_pi, "state_action_value": value}
         target = estimator.value_estimate(tensordict, next_value=next_value, **given)
         return target.squeeze(-2) if single_steps else target

@@ -63,8 +63,9 @@ class MPOLoss(OffPolicyLoss):
 
     Args:
         actor_network (ProbabilisticTensorDictSequential): policy with an ``IndependentNormal``,
-            ``TanhNormal``, ``Categorical`` or ``OneHotCategorical`` distribution. Its parameters
-            stay shared with the loss.
+            ``TanhNormal``, ``MultivariateNormal``, ``Categorical`` or ``OneHotCategorical``
+            distribution (the last two also masked), or a ``CompositeDistribution`` of these.
+            Its parameters stay shared with the loss.
         qvalue_network (TensorDictModule or list of TensorDictModule): critic, reading observation
             and action and writing ``state_action_value`` ``[*B, 1]``. For discrete actions it may
             read the observation alone and write the values of all actions, ``action_value``
@@ -83,6 +84,8 @@ class MPOLoss(OffPolicyLoss):
             ``per_dim_constraining``. Default ``2.5e-3``.
         epsilon_stddev (float, optional): bound for its standard deviation, likewise. Default
             ``1e-6``.
+        epsilon_covariance (float, optional): bound for the covariance of a Gaussian that has one.
+            Default ``1e-5``.
         epsilon_policy (float, optional): bound for a categorical policy. Default ``2.5e-3``.
         per_dim_constraining (bool, optional): one multiplier and bound per action dimension, or one
             for their sum. Default: per dimension, for policies that have dimensions.
@@ -94,11 +97,16 @@ class MPOLoss(OffPolicyLoss):
         init_alpha_mean (float, optional): initial multiplier for the mean. Default ``1``.
         init_alpha_stddev (float, optional): initial multiplier for the standard deviation. Default
             ``1000``.
+        init_alpha_covariance (float, optional): initial multiplier for the covariance. Default
+            ``1000``.
         init_alpha_policy (float, optional): initial multiplier for a categorical policy. Default
             ``1``.
         init_penalty_temperature (float): initial temperature of the action penalty.
         temperature_update (str): ``"gradient"`` (learned through ``loss_temperature``) or
             ``"solve"`` (set to the minimum of its dual on every batch).
+        alpha_update (str): ``"gradient"`` (default: multipliers step along the gradient of their
+            dual) or ``"relative"`` (in proportion to their value and to the violation of the
+            bound, see :class:`~minerva_torchrl.objectives.duals.Constraint`).
         policy_states (str): states of the policy loss: ``"next"`` (default; shares the samples of
             the critic's target), ``"current"`` or ``"both"``.
         sequence_steps (str): of sequences ``[*B, T]``, train ``"all"`` steps or the ``"first"``.
@@ -163,6 +171,7 @@ class MPOLoss(OffPolicyLoss):
     default_constraints: ClassVar = {
         "mean": (2.5e-3, 1.0),
         "stddev": (1e-6, 1000.0),
+        "covariance": (1e-5, 1000.0),
         "policy": (2.5e-3, 1.0),
     }
     """Bound and initial multiplier by constraint."""
@@ -179,6 +188,7 @@ class MPOLoss(OffPolicyLoss):
         epsilon: float = 0.1,
         epsilon_mean: float | None = None,
         epsilon_stddev: float | None = None,
+        epsilon_covariance: float | None = None,
         epsilon_policy: float | None = None,
         per_dim_constraining: bool | None = None,
         action_penalization: bool | None = None,
@@ -186,9 +196,11 @@ class MPOLoss(OffPolicyLoss):
         init_temperature: float = 1.0,
         init_alpha_mean: float | None = None,
         init_alpha_stddev: float | None = None,
+        init_alpha_covariance: float | None = None,
         init_alpha_policy: float | None = None,
         init_penalty_temperature: float = 1.0,
         temperature_update: Literal["gradient", "solve"] = "gradient",
+        alpha_update: Literal["gradient", "relative"] = "gradient",
         policy_states: Literal["next", "current", "both"] = "next",
         sequence_steps: Literal["all", "first"] = "all",
         loss_function: Literal["l2", "l1", "smooth_l1"] = "l2",
@@ -232,14 +244,15 @@ class MPOLoss(OffPolicyLoss):
         solved = temperature_update == "solve"
         self._add_temperature(MAIN_OBJECTIVE, init_temperature, epsilon, solved=solved)
         self._add_constraints(
-            self.policy.constraints,
-            self.policy.constraint_shape,
+            self.policy.constraint_kinds(),
             given={
                 "mean": (epsilon_mean, init_alpha_mean),
                 "stddev": (epsilon_stddev, init_alpha_stddev),
+                "covariance": (epsilon_covariance, init_alpha_covariance),
                 "policy": (epsilon_policy, init_alpha_policy),
             },
             defaults=self.default_constraints,
+            alpha_update=alpha_update,
         )
         self.action_penalization = resolve_penalization(action_penalization, self.policy)
         if self.action_penalization:
@@ -278,29 +291,41 @@ class MPOLoss(OffPolicyLoss):
             ``loss_alpha_*`` per constraint, with an action penalty ``loss_penalty_temperature``,
             and the detached 0-d metrics of ``out_keys``.
         """
-        data, metrics_e_step = self._with_e_step(tensordict)
-        e_step = data.get("e_step")
-        loss_qvalue, metrics_qvalue = self._qvalue_loss(data)
-        dist, cross_entropy, divergences = self._m_step(e_step)
-        loss_actor = self._actor_loss(data, cross_entropy, divergences)
+        return self._forward(tensordict, with_metrics=True)
+
+    def training_loss(self, tensordict: TensorDictBase) -> TensorDict:
+        """The losses of :meth:`forward` without the metrics, for updates that nobody looks at."""
+        return self._forward(tensordict, with_metrics=False)
+
+    def _forward(self, tensordict: TensorDictBase, *, with_metrics: bool) -> TensorDict:
+        data, metrics = self._with_e_step(tensordict, with_metrics)
+        loss_qvalue, td_error, metrics_qvalue = self._qvalue_loss(data, with_metrics)
+        m_step = self._m_step(data.get("e_step"))
+        constraint_losses = self._constraint_losses(m_step[-1], data.get("e_step").mask)
         losses = {
             "loss_qvalue": loss_qvalue,
-            "loss_actor": loss_actor,
-            **self._dual_losses(data, divergences),
+            "loss_actor": self._actor_loss(data, m_step[1], constraint_losses),
+            **self._dual_losses(data, constraint_losses),
         }
-        self.set_priority(tensordict, metrics_qvalue.pop("td_error"))
-        metrics_actor = self._actor_metrics(e_step, dist, cross_entropy, divergences)
-        metrics = {**metrics_e_step, **metrics_actor, **metrics_qvalue, **self.dual_values()}
+        self.set_priority(tensordict, td_error)
+        if with_metrics:
+            metrics |= self._actor_metrics(data.get("e_step"), *m_step)
+            metrics |= {**metrics_qvalue, **self.dual_values()}
         return self._output(losses, metrics, tensordict, loss_qvalue.shape)
 
     # The update in parts -------------------------------------------------------------------------
 
     @torch.no_grad()
-    def e_step(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, dict[str, Tensor]]:
+    def e_step(
+        self, tensordict: TensorDictBase, *, with_metrics: bool = True
+    ) -> tuple[TensorDictBase, dict[str, Tensor]]:
         """Evaluate the target networks: the critic's target, and the weighted candidates.
 
         Args:
             tensordict (TensorDictBase): as in :meth:`forward`.
+
+        Keyword Args:
+            with_metrics (bool): evaluate the metrics, too. Defaults to ``True``.
 
         Returns:
             The steps that are trained on, with the entries ``value_target`` and ``e_step``
@@ -323,10 +348,11 @@ class MPOLoss(OffPolicyLoss):
                     mask=self._gather(mask),
                 )
             weights, dual, kl = temperature.weigh(score, log_prior)
-            if name == MAIN_OBJECTIVE:
-                metrics |= _weight_metrics(weights, samples, mask)
-            shown = "q" if name == MAIN_OBJECTIVE else name
-            metrics[f"kl_{shown}_rel"] = masked_mean(kl, mask) / temperature.epsilon
+            if with_metrics:
+                if name == MAIN_OBJECTIVE:
+                    metrics |= _weight_metrics(weights, samples, mask)
+                shown = "q" if name == MAIN_OBJECTIVE else name
+                metrics[f"kl_{shown}_rel"] = masked_mean(kl, mask) / temperature.epsilon
             duals[name] = TensorDict({"dual": dual, "kl": kl}, batch_size=mask.shape)
             total_weights = total_weights + weights
         e_step = MPOEStep(
@@ -349,9 +375,9 @@ class MPOLoss(OffPolicyLoss):
         if data.get("e_step", None) is None:  # the target is all that is needed of it
             self._check_input(tensordict)
             data = self._with_target(tensordict, self._sample_next_states(tensordict)[-1])
-        loss, metrics = self._qvalue_loss(data)
-        self.set_priority(tensordict, metrics["td_error"])
-        return loss, metrics
+        loss, td_error, metrics = self._qvalue_loss(data)
+        self.set_priority(tensordict, td_error)
+        return loss, {"td_error": td_error, **metrics}
 
     def actor_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss of the policy with the present multipliers, and its metrics.
@@ -360,9 +386,11 @@ class MPOLoss(OffPolicyLoss):
             tensordict (TensorDictBase): as in :meth:`forward`, or what :meth:`e_step` returned.
         """
         data, metrics = self._with_e_step(tensordict)
-        m_step = self._m_step(data.get("e_step"))
-        metrics |= self._actor_metrics(data.get("e_step"), *m_step)
-        return self._actor_loss(data, *m_step[1:]), metrics
+        e_step = data.get("e_step")
+        m_step = self._m_step(e_step)
+        metrics |= self._actor_metrics(e_step, *m_step)
+        constraint_losses = self._constraint_losses(m_step[-1], e_step.mask)
+        return self._actor_loss(data, m_step[1], constraint_losses), metrics
 
     def dual_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
         """Sum of the losses of temperatures and multipliers, and each of them by name.
@@ -373,7 +401,9 @@ class MPOLoss(OffPolicyLoss):
         data, _ = self._with_e_step(tensordict)
         with torch.no_grad():  # no gradient of the duals goes to the policy
             divergences = self._m_step(data.get("e_step"))[-1]
-        losses = self._dual_losses(data, divergences)
+        losses = self._dual_losses(
+            data, self._constraint_losses(divergences, data.get("e_step").mask)
+        )
         return torch.stack(list(losses.values())).sum(0), losses
 
     # Parts ---------------------------------------------------------------------------------------
@@ -385,39 +415,42 @@ class MPOLoss(OffPolicyLoss):
         cross_entropy = self.policy.cross_entropy(new, e_step.old_policy, e_step.statistics)
         return dist, cross_entropy, self.policy.divergences(new, e_step.old_policy)
 
-    def _qvalue_loss(self, data: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
+    def _qvalue_loss(
+        self, data: TensorDictBase, with_metrics: bool = True
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Loss of the critic, error of each step ``[*B]``, and metrics."""
         q_value = self._online_value(data)
         target = data.get(self.tensor_keys.value_target).squeeze(-1)
         mask, weights = self._valid_mask(data), self._priority_weight(data)
         if mask is not None:  # left out before the loss: the gradient of a NaN is never zero
             target = torch.where(mask, target, q_value.detach()[0])
         loss = distance_loss(q_value, target.expand_as(q_value), self.loss_function).sum(0)
+        metrics = {}
         with torch.no_grad():
-            metrics = {
-                "td_error": (q_value - target).abs().amax(0),
-                "pred_value": masked_mean(q_value.mean(0), mask),
-                "target_value": masked_mean(target, mask),
-            }
-        return self._reduce(loss, mask, weights), metrics
+            td_error = (q_value - target).abs().amax(0)
+            if with_metrics:
+                metrics["pred_value"] = masked_mean(q_value.mean(0), mask)
+                metrics["target_value"] = masked_mean(target, mask)
+        return self._reduce(loss, mask, weights), td_error, metrics
 
     def _actor_loss(
-        self, data: TensorDictBase, cross_entropy: Tensor, divergences: dict[str, Tensor]
+        self,
+        data: TensorDictBase,
+        cross_entropy: Tensor,
+        constraint_losses: dict[str, tuple[Tensor, Tensor]],
     ) -> Tensor:
-        loss = cross_entropy
-        for name, constraint in self.constraints.items():
-            penalty, _ = constraint.losses(divergences[name])
-            loss = loss + penalty
-        return self._reduce_states(loss, data)
+        penalties = (penalty for penalty, _ in constraint_losses.values())
+        return self._reduce_states(sum(penalties, cross_entropy), data)
 
     def _dual_losses(
-        self, data: TensorDictBase, divergences: dict[str, Tensor]
+        self, data: TensorDictBase, constraint_losses: dict[str, tuple[Tensor, Tensor]]
     ) -> dict[str, Tensor]:
         of_states: dict[nn.Module, Tensor] = {}
         for name, temperature in self.temperatures.items():
             dual = data.get(("e_step", "duals", name))
             of_states[temperature] = temperature.loss(dual.get("dual"), dual.get("kl"))
         for name, constraint in self.constraints.items():
-            of_states[constraint] = constraint.losses(divergences[name])[1]
+            of_states[constraint] = constraint_losses[name][1]
         return {
             f"loss_{name}": self._reduce_states(of_states[dual], data)
             for name, dual in self.duals.items()

@@ -48,9 +48,10 @@ class VMPOLoss(OnPolicyLoss):
 
     Args:
         actor_network (ProbabilisticTensorDictSequential): policy with an ``IndependentNormal``,
-            ``TanhNormal``, ``Categorical`` or ``OneHotCategorical`` distribution. A ``TanhNormal``
-            scores the stored action by inverting the tanh, which is inexact near the bounds; an
-            unsquashed Gaussian with clipping in the environment is not.
+            ``TanhNormal``, ``MultivariateNormal``, ``Categorical`` or ``OneHotCategorical``
+            distribution (the last two also masked), or a ``CompositeDistribution`` of these.
+            A ``TanhNormal`` scores the stored action by inverting the tanh, which is inexact near
+            the bounds; an unsquashed Gaussian with clipping in the environment is not.
         critic_network (TensorDictModule): state value, written to ``state_value`` ``[*B, 1]``. For
             one that ends in a PopArt head use
             :class:`~minerva_torchrl.modules.popart.PopArtVMPOLoss`.
@@ -60,15 +61,23 @@ class VMPOLoss(OnPolicyLoss):
         epsilon (float): bound of the E-step's KL divergence. Defaults to ``0.1``.
         epsilon_mean (float, optional): bound for the mean of a Gaussian policy. Default ``1e-2``.
         epsilon_stddev (float, optional): bound for its standard deviation. Default ``1e-5``.
+        epsilon_covariance (float, optional): bound for the covariance of a Gaussian that has one.
+            Default ``1e-4``.
         epsilon_policy (float, optional): bound for a categorical policy. Default ``1e-2``.
-        per_dim_constraining (bool): bounds per action dimension, not for their sum.
+        per_dim_constraining (bool, optional): bounds per action dimension, not for their sum.
+            ``None`` is ``True`` for policies that have dimensions.
         init_temperature (float): initial temperature, in real units like every multiplier.
         init_alpha_mean (float, optional): initial multiplier for the mean. Default ``1``.
         init_alpha_stddev (float, optional): initial multiplier for the deviation. Default ``1``.
+        init_alpha_covariance (float, optional): initial multiplier for the covariance. Default
+            ``1``.
         init_alpha_policy (float, optional): initial multiplier for a categorical policy. Default
             ``5``.
         temperature_update (str): ``"solve"`` (default: set to where the bound is met exactly on
             every batch) or ``"gradient"`` (learned through ``loss_temperature``).
+        alpha_update (str): ``"gradient"`` (default: multipliers step along the gradient of their
+            dual) or ``"relative"`` (in proportion to their value and to the violation of the
+            bound, see :class:`~minerva_torchrl.objectives.duals.Constraint`).
         kl_samples (str): samples over which KL divergences are averaged: ``"all"`` (default) or the
             ``"selected"`` ones.
         old_policy (str): ``"stored"`` (default: the distribution parameters in the data) or
@@ -133,6 +142,7 @@ class VMPOLoss(OnPolicyLoss):
     default_constraints: ClassVar = {
         "mean": (1e-2, 1.0),
         "stddev": (1e-5, 1.0),
+        "covariance": (1e-4, 1.0),
         "policy": (1e-2, 5.0),
     }
     """Bound and initial multiplier by constraint."""
@@ -147,13 +157,16 @@ class VMPOLoss(OnPolicyLoss):
         epsilon: float = 0.1,
         epsilon_mean: float | None = None,
         epsilon_stddev: float | None = None,
+        epsilon_covariance: float | None = None,
         epsilon_policy: float | None = None,
-        per_dim_constraining: bool = False,
+        per_dim_constraining: bool | None = False,
         init_temperature: float = 1.0,
         init_alpha_mean: float | None = None,
         init_alpha_stddev: float | None = None,
+        init_alpha_covariance: float | None = None,
         init_alpha_policy: float | None = None,
         temperature_update: Literal["solve", "gradient"] = "solve",
+        alpha_update: Literal["gradient", "relative"] = "gradient",
         kl_samples: Literal["all", "selected"] = "all",
         old_policy: Literal["stored", "target"] = "stored",
         normalize_advantage: bool = True,
@@ -203,14 +216,15 @@ class VMPOLoss(OnPolicyLoss):
         self._add_temperature(MAIN_OBJECTIVE, init_temperature, epsilon, solved=solved)
         self._bounds["epsilon_eta"] = self._bounds["epsilon"]  # its former name
         self._add_constraints(
-            self.policy.constraints,
-            self.policy.constraint_shape,
+            self.policy.constraint_kinds(),
             given={
                 "mean": (epsilon_mean, init_alpha_mean),
                 "stddev": (epsilon_stddev, init_alpha_stddev),
+                "covariance": (epsilon_covariance, init_alpha_covariance),
                 "policy": (epsilon_policy, init_alpha_policy),
             },
             defaults=self.default_constraints,
+            alpha_update=alpha_update,
         )
 
     # Wiring --------------------------------------------------------------------------------------
@@ -269,26 +283,33 @@ class VMPOLoss(OnPolicyLoss):
         return self._forward(tensordict, with_metrics=False)
 
     def _forward(self, tensordict: TensorDictBase, *, with_metrics: bool) -> TensorDict:
-        data, metrics = self._with_e_step(tensordict)
+        data, metrics = self._with_e_step(tensordict, with_metrics)
+        e_step = data.get("e_step")
         m_step, value = self._m_step(data), self._critic_value(data)
+        constraint_losses = self._constraint_losses(m_step[-1], e_step.mask)
         losses = {
-            "loss_actor": self._actor_loss(data.get("e_step"), *m_step[1:]),
+            "loss_actor": self._actor_loss(e_step, m_step[1], constraint_losses),
             "loss_critic": self._critic_loss(data, value),
-            **self._dual_losses(data.get("e_step"), m_step[-1]),
+            **self._dual_losses(e_step, constraint_losses),
         }
         if with_metrics:
-            metrics |= self._actor_metrics(data.get("e_step"), *m_step)
+            metrics |= self._actor_metrics(e_step, *m_step, constraint_losses)
             metrics |= {**self._critic_metrics(data, value), **self.dual_values()}
-        return self._output(losses, metrics if with_metrics else {}, tensordict, tensordict.shape)
+        return self._output(losses, metrics, tensordict, tensordict.shape)
 
     # The update in parts -------------------------------------------------------------------------
 
     @torch.no_grad()
-    def e_step(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, dict[str, Tensor]]:
+    def e_step(
+        self, tensordict: TensorDictBase, *, with_metrics: bool = True
+    ) -> tuple[TensorDictBase, dict[str, Tensor]]:
         """Select the best samples of the batch and weigh them.
 
         Args:
             tensordict (TensorDictBase): as in :meth:`forward`.
+
+        Keyword Args:
+            with_metrics (bool): evaluate the metrics, too. Defaults to ``True``.
 
         Returns:
             The batch without its next states, with the entry ``e_step`` (:class:`VMPOEStep`), and
@@ -333,6 +354,19 @@ class VMPOLoss(OnPolicyLoss):
         kl_samples = mask if self.kl_samples == "all" else selected
         kl_weight = kl_samples.to(weights.dtype) / kl_samples.sum().clamp_min(1)
 
+        e_step = VMPOEStep(
+            policy_weight=self._own(weights * num_valid, tensordict),
+            kl_weight=self._own(kl_weight * num_valid, tensordict),
+            selected=self._own(selected, tensordict),
+            mask=self._own(mask, tensordict),
+            old_policy=self._old_policy(tensordict),
+            dual=dual.expand(tensordict.shape),
+            kl=kl.expand(tensordict.shape),
+            batch_size=tensordict.shape,
+        )
+        data = tensordict.exclude("next").set("e_step", e_step)
+        if not with_metrics:
+            return data, {}
         threshold = torch.where(selected, advantage, torch.inf).amin()
         ess = F.effective_sample_size(weights)
         kl_to_prior = _kl(weights, prior / prior.sum().clamp_min(torch.finfo(prior.dtype).tiny))
@@ -346,18 +380,6 @@ class VMPOLoss(OnPolicyLoss):
             "restarting_fraction": 1 - masked_mean(usable.to(weights.dtype), mask),
             "importance_mean": masked_mean(ones if importance is None else importance, mask),
         }
-        e_step = VMPOEStep(
-            policy_weight=self._own(weights * num_valid, tensordict),
-            kl_weight=self._own(kl_weight * num_valid, tensordict),
-            selected=self._own(selected, tensordict),
-            mask=self._own(mask, tensordict),
-            old_policy=self._old_policy(tensordict),
-            dual=dual.expand(tensordict.shape),
-            kl=kl.expand(tensordict.shape),
-            batch_size=tensordict.shape,
-        )
-        data = tensordict.exclude("next")
-        data.set("e_step", e_step)
         return data, metrics
 
     def actor_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
@@ -367,9 +389,10 @@ class VMPOLoss(OnPolicyLoss):
             tensordict (TensorDictBase): as in :meth:`forward`.
         """
         data, metrics = self._with_e_step(tensordict)
-        m_step = self._m_step(data)
-        metrics |= self._actor_metrics(data.get("e_step"), *m_step)
-        return self._actor_loss(data.get("e_step"), *m_step[1:]), metrics
+        e_step, m_step = data.get("e_step"), self._m_step(data)
+        constraint_losses = self._constraint_losses(m_step[-1], e_step.mask)
+        metrics |= self._actor_metrics(e_step, *m_step, constraint_losses)
+        return self._actor_loss(e_step, m_step[1], constraint_losses), metrics
 
     def dual_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
         """Sum of the losses of temperature and multipliers, and each of them by name.
@@ -380,7 +403,8 @@ class VMPOLoss(OnPolicyLoss):
         data, _ = self._with_e_step(tensordict)
         with torch.no_grad():  # no gradient of the duals goes to the policy
             divergences = self._m_step(data)[-1]
-        losses = self._dual_losses(data.get("e_step"), divergences)
+        e_step = data.get("e_step")
+        losses = self._dual_losses(e_step, self._constraint_losses(divergences, e_step.mask))
         return torch.stack(list(losses.values())).sum(0), losses
 
     def networks_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
@@ -390,8 +414,10 @@ class VMPOLoss(OnPolicyLoss):
             tensordict (TensorDictBase): as in :meth:`forward`.
         """
         data, _ = self._with_e_step(tensordict)
+        _, neg_log_prob, divergences = self._m_step(data)
+        constraint_losses = self._constraint_losses(divergences, data.get("e_step").mask)
         losses = {
-            "loss_actor": self._actor_loss(data.get("e_step"), *self._m_step(data)[1:]),
+            "loss_actor": self._actor_loss(data.get("e_step"), neg_log_prob, constraint_losses),
             "loss_critic": self._critic_loss(data, self._critic_value(data)),
         }
         return torch.stack(list(losses.values())).sum(0), losses
@@ -406,19 +432,22 @@ class VMPOLoss(OnPolicyLoss):
         return dist, -log_prob, self.policy.divergences(self.policy.describe(dist), old_policy)
 
     def _actor_loss(
-        self, e_step: VMPOEStep, neg_log_prob: Tensor, divergences: dict[str, Tensor]
+        self,
+        e_step: VMPOEStep,
+        neg_log_prob: Tensor,
+        constraint_losses: dict[str, tuple[Tensor, Tensor]],
     ) -> Tensor:
         loss = _weighted(e_step.policy_weight, neg_log_prob)
-        for name, constraint in self.constraints.items():
-            penalty, _ = constraint.losses(divergences[name])
+        for penalty, _ in constraint_losses.values():
             loss = loss + _weighted(e_step.kl_weight, penalty)
         return self._reduce(loss, e_step.mask)
 
-    def _dual_losses(self, e_step: VMPOEStep, divergences: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _dual_losses(
+        self, e_step: VMPOEStep, constraint_losses: dict[str, tuple[Tensor, Tensor]]
+    ) -> dict[str, Tensor]:
         temperature = self.temperatures[MAIN_OBJECTIVE]
         losses = {"loss_temperature": self._mean(temperature.loss(e_step.dual, e_step.kl))}
-        for name, constraint in self.constraints.items():
-            _, loss = constraint.losses(divergences[name])
+        for name, (_, loss) in constraint_losses.items():
             weighted = _weighted(e_step.kl_weight, loss)
             losses[f"loss_alpha_{name}"] = self._reduce(weighted, e_step.mask)
         return losses
@@ -467,9 +496,9 @@ class VMPOLoss(OnPolicyLoss):
                 )
             dist = self.actor_network.build_dist_from_params(tensordict.select(*keys))
         old, valid = self.policy.describe(dist), self._valid_mask(tensordict)
-        if valid is not None:  # padding may hold anything; ones are a policy of every kind
-            old = old.apply(lambda x: torch.where(valid.unsqueeze(-1), x, 1.0))
-        on_meta = any(x.is_meta for x in old.values())  # no values to check
+        if valid is not None:  # padding may hold anything
+            old = self.policy.where_valid(old, valid)
+        on_meta = any(x.is_meta for x in old.values(True, True))  # no values to check
         if not (self._checked_parameters or is_compiling() or on_meta):
             self.policy.check_parameters(keys, old)
             self._checked_parameters = True
@@ -493,6 +522,7 @@ class VMPOLoss(OnPolicyLoss):
         dist: D.Distribution,
         neg_log_prob: Tensor,
         divergences: dict[str, Tensor],
+        constraint_losses: dict[str, tuple[Tensor, Tensor]],
     ) -> dict[str, Tensor]:
         mask, selected = e_step.mask, e_step.selected
         cross_entropy = _weighted(e_step.policy_weight, neg_log_prob)
@@ -501,7 +531,7 @@ class VMPOLoss(OnPolicyLoss):
             kl = divergences[name].mean(-1)
             of_all, of_selected = masked_mean(kl, mask), masked_mean(kl, selected)
             constrained = of_all if self.kl_samples == "all" else of_selected
-            penalty, _ = constraint.losses(divergences[name])
+            penalty, _ = constraint_losses[name]
             metrics |= {
                 f"kl_{name}": of_all,
                 f"kl_{name}_selected": of_selected,

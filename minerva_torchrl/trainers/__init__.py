@@ -5,6 +5,7 @@ from minerva_torchrl.trainers.collector import DirectCollector
 from minerva_torchrl.trainers.hooks import make_target_updater
 from minerva_torchrl.trainers.mpo import MPOOptimizationStepper, MPOTrainer
 from minerva_torchrl.trainers.ppo import KLEarlyStop, PPOOptimizationStepper, make_ppo_trainer
+from minerva_torchrl.trainers.sequences import SequenceSampler
 from minerva_torchrl.trainers.stepping import NonFiniteError
 from minerva_torchrl.trainers.vmpo import VMPOOptimizationStepper, VMPOTrainer
 
@@ -15,6 +16,7 @@ __all__ = [
     "MPOTrainer",
     "NonFiniteError",
     "PPOOptimizationStepper",
+    "SequenceSampler",
     "VMPOOptimizationStepper",
     "VMPOTrainer",
     "linear_lr_annealing",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torchrl.trainers import Trainer
 from minerva_torchrl.modules.clip_ppo import DirectClipPPOLoss
 from minerva_torchrl.objectives.checks import check_count, check_positive
 from minerva_torchrl.objectives.ppo import estimate_advantage, ppo_kl_k3
+from minerva_torchrl.objectives.reductions import explained_variance
 from minerva_torchrl.trainers.annealing import register_lr_scheduler
 from minerva_torchrl.trainers.hooks import (
     FiniteBatches,
@@ -103,8 +103,8 @@ class PPOOptimizationStepper(GuardedStepper):
 
         Returns:
             The detached losses and metrics, 0-d: means over the minibatches of the last epoch that
-            ran, ``epochs_run``, and ``kl_k3`` of the last minibatch, with which ``target_kl`` is
-            compared.
+            ran, ``epochs_run``, ``kl_k3`` of the last minibatch, with which ``target_kl`` is
+            compared, and ``rollout_explained_variance`` of the values that made the advantages.
         """
         loss: Any = learner.loss_module
         self._refuse_unreduced(loss)
@@ -118,7 +118,7 @@ class PPOOptimizationStepper(GuardedStepper):
             losses_only = not may_be_last and isinstance(loss, DirectClipPPOLoss)
             method = "losses" if losses_only else None
             outputs = [
-                self._take_step(learner.compute_loss(minibatch, method))
+                self._take_step(learner, minibatch, method)
                 # One copy of everything, so that the minibatches can be views.
                 for minibatch in frames[order].split(self.minibatch_size)
             ]
@@ -128,7 +128,12 @@ class PPOOptimizationStepper(GuardedStepper):
                     break
         names = outputs[-1].keys()
         metrics = {name: torch.stack([output[name] for output in outputs]).mean() for name in names}
-        return TensorDict({**metrics, "kl_k3": kl, "epochs_run": kl.new_full((), epoch)})
+        metrics |= {"kl_k3": kl, "epochs_run": kl.new_full((), epoch)}
+        keys = loss.tensor_keys
+        target, value = frames.get(keys.value_target), frames.get(keys.value, None)
+        if value is not None:
+            metrics["rollout_explained_variance"] = explained_variance(target, value)
+        return TensorDict(metrics)
 
     def _frames(self, loss: ClipPPOLoss, rollout: TensorDictBase) -> TensorDictBase:
         """What the loss needs of a rollout, ``[F]``."""
@@ -148,13 +153,14 @@ class PPOOptimizationStepper(GuardedStepper):
         needed += [keys.advantage, keys.value_target, keys.value, *loss._loss_mask_keys()]
         return rollout.select(*needed, strict=False).reshape(-1)
 
-    def _take_step(self, output: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _take_step(
+        self, learner: Learner, minibatch: TensorDictBase, method: str | None
+    ) -> TensorDict:
         """One step on the loss of a minibatch, unless it is not finite; returns it detached."""
-        losses = [value for name, value in output.items() if name.startswith("loss_")]
-        taken = self._backward(torch.stack(losses).sum(), {"optimizer": self.clip})
+        losses, taken = self._evaluate(learner, minibatch, method, {"optimizer": self.clip})
         self._step_if(taken, "optimizer")
         self._count(taken)
-        return {name: value.detach() for name, value in output.items()}
+        return losses
 
     def _mean_over_processes(self, x: Tensor) -> Tensor:
         """So that all of them stop, or none."""
