@@ -200,13 +200,12 @@ class MPOConfig(RunConfig):
 
     def problems_with_episodes(self, steps: int | None) -> Iterator[str]:
         """What is impossible with episodes of so many actions at most (``None``: no limit)."""
-        for name in ("n_steps", "sequence_length"):
-            value = getattr(self.replay_buffer, name)
-            if steps is not None and value > steps > 0:
-                yield (
-                    f"replay_buffer.{name} must be at most the {steps} steps of an episode "
-                    f"(env.max_episode_steps, or the task's own limit), got {value}."
-                )
+        n_steps = self.replay_buffer.n_steps
+        if steps is not None and n_steps > steps > 0:
+            yield (
+                f"replay_buffer.n_steps must be at most the {steps} steps of an episode "
+                f"(env.max_episode_steps, or the task's own limit), got {n_steps}."
+            )
 
     def problems_of_new_run(self) -> Iterator[str]:
         """What makes no sense to begin with, though there may be such runs already."""
