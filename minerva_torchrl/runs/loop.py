@@ -104,7 +104,7 @@ class TrainingLoop:
         self._progress.update(run.frames, run.updates, self._metrics.episode_return)
         if self._is_ending() or self._is_due(config.logger.interval):
             self._write_metrics()
-        if run.is_complete or self._is_due(config.eval.interval):
+        if run.is_complete or self._is_due(config.frames_per_evaluation):
             self._evaluate()
         if self._is_ending():
             self._write_metrics()  # if it was the evaluation after which a callback ended the run
@@ -133,6 +133,7 @@ class TrainingLoop:
             "updates_per_second": self._progress.updates_per_second,
         }
         row = self._metrics.take()
+        row |= self._trainer.optimization_stepper.learning_rates if self._steps_are_seen else {}
         row["skipped_batches"] = skipped.skipped_batches
         row["skipped_updates"] = skipped.skipped_updates
         for callback in run.callbacks:
