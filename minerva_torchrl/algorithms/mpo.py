@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from tensordict.nn import ProbabilisticTensorDictSequential
-from torchrl.data import LazyTensorStorage, OneHot, SliceSampler, TensorDictReplayBuffer
+from torchrl.data import LazyTensorStorage, OneHot, TensorDictReplayBuffer
 from torchrl.envs import EnvBase
 from torchrl.objectives import ValueEstimators
 
@@ -31,7 +31,12 @@ from minerva_torchrl.algorithms.config import (
 )
 from minerva_torchrl.modules import DirectModule, StateActionCritic
 from minerva_torchrl.objectives import MPOLoss
-from minerva_torchrl.trainers import MPOOptimizationStepper, MPOTrainer, make_target_updater
+from minerva_torchrl.trainers import (
+    MPOOptimizationStepper,
+    MPOTrainer,
+    SequenceSampler,
+    make_target_updater,
+)
 from minerva_torchrl.trainers.stepping import LRScaling
 
 __all__ = ["MPO", "MPOConfig"]
@@ -50,7 +55,8 @@ class ReplayBufferConfig:
     n_steps: int = 5
     """Steps that a transition spans."""
     sequence_length: int = 1
-    """Length of the sequences to draw, for ``td_lambda`` and ``retrace``; 1 draws transitions."""
+    """Length of the sequences to draw, for ``td_lambda`` and ``retrace``; 1 draws transitions.
+    Where an episode has fewer steps left, a sequence is padded."""
     warmup_frames: int = 1_000
     """Frames to collect before the first update."""
 
@@ -154,11 +160,10 @@ class MPOConfig(RunConfig):
         yield from not_positive(self, "optim.target_period", "optim.target_period_actor")
         yield from self._problems_with_sequences()
         buffer = self.replay_buffer
-        if buffer.size < buffer.batch_size * buffer.sequence_length:
+        if buffer.size < buffer.batch_size:
             yield (
-                "replay_buffer.size must be at least replay_buffer.batch_size times "
-                f"replay_buffer.sequence_length, got {buffer.size} and {buffer.batch_size} times "
-                f"{buffer.sequence_length}."
+                "replay_buffer.size must be at least replay_buffer.batch_size, got "
+                f"{buffer.size} and {buffer.batch_size}."
             )
         if buffer.size < self.collector.frames_per_batch:
             yield (
@@ -200,19 +205,6 @@ class MPOConfig(RunConfig):
             yield (
                 "replay_buffer.n_steps must be 1 for sequences (replay_buffer.sequence_length="
                 f"{length}), got {self.replay_buffer.n_steps}."
-            )
-        if length > (self.env.max_episode_steps or math.inf):
-            yield (
-                "replay_buffer.sequence_length must be at most env.max_episode_steps, got "
-                f"{length} and {self.env.max_episode_steps}."
-            )
-        steps = self.collector.frames_per_batch // max(self.env.num_envs, 1)
-        if self.env.num_envs > 1 and length > steps:
-            yield (
-                f"replay_buffer.sequence_length must be at most the {steps} steps that each of "
-                f"env.num_envs={self.env.num_envs} environments makes in a batch "
-                "(collector.frames_per_batch / env.num_envs), because sequences do not go from one "
-                f"batch to the next; got {length}."
             )
 
 
@@ -411,19 +403,15 @@ class MPO(Algorithm[MPOConfig]):
     def make_replay_buffer(self) -> TensorDictReplayBuffer:
         """A buffer that draws transitions, or sequences of one episode each."""
         settings = self.config.replay_buffer
-        length = settings.sequence_length
         sampler = None
-        if length > 1:
-            sampler = SliceSampler(
-                slice_len=length,
-                traj_key=("collector", "traj_ids"),
-                strict_length=True,
-                cache_values=True,
+        if settings.sequence_length > 1:
+            sampler = SequenceSampler(
+                settings.sequence_length, sequence_steps=self.config.loss.sequence_steps
             )
         return TensorDictReplayBuffer(
             storage=LazyTensorStorage(settings.size),
             sampler=sampler,
-            batch_size=settings.batch_size * length,
+            batch_size=settings.batch_size,
         )
 
     def make_trainer(
@@ -460,7 +448,6 @@ class MPO(Algorithm[MPOConfig]):
             optim_steps_per_batch=self.config.updates_per_batch,
             warmup_frames=buffer.warmup_frames,
             n_steps=buffer.n_steps,
-            sequence_length=buffer.sequence_length,
             gamma=self.config.loss.gamma,
             max_skipped=self.config.max_skipped,
             **arguments,

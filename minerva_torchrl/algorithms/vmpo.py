@@ -10,7 +10,6 @@ from typing import Any, ClassVar, Literal
 import torch
 from tensordict import TensorDictBase
 from tensordict.nn import ProbabilisticTensorDictSequential
-from torchrl.data import OneHot
 
 from minerva_torchrl.algorithms.common import Preset, make_optimizer
 from minerva_torchrl.algorithms.config import LossConfig, OptimConfig, arguments_of
@@ -58,12 +57,14 @@ class VMPOLossConfig(LossConfig):
     epsilon: float
     epsilon_mean: float | None
     epsilon_stddev: float | None
+    epsilon_covariance: float | None
     epsilon_policy: float | None
     per_dim_constraining: bool | None = None
     """Null: for Gaussian policies, as in MPO."""
     init_temperature: float
     init_alpha_mean: float | None
     init_alpha_stddev: float | None
+    init_alpha_covariance: float | None
     init_alpha_policy: float | None
     temperature_update: Literal["solve", "gradient"]
     alpha_update: Literal["gradient", "relative"]
@@ -188,8 +189,6 @@ class VMPO(OnPolicyAlgorithm[VMPOConfig]):
         arguments = dict(vars(self.config.loss))
         gamma, lmbda, estimator = (arguments.pop(k) for k in ("gamma", "lmbda", "value_estimator"))
         del arguments["restarting_weights"], arguments["importance_weights"]
-        if arguments["per_dim_constraining"] is None:
-            arguments["per_dim_constraining"] = not isinstance(actor.spec["action"], OneHot)
         loss = VMPOLoss(actor, critic, **arguments)
         trace = {"lmbda": lmbda} if estimator == "gae" else {}
         return loss.make_value_estimator(estimator, gamma=gamma, **trace)

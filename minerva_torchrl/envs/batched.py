@@ -192,8 +192,23 @@ class BatchedEnv(EnvBase):
 
     def _step(self, tensordict: TensorDictBase) -> TensorDict:
         actions = self.actions.read(tensordict.get("action").detach().cpu().numpy())
+        return self._output(reward=self.step_copies(actions, self._selected(tensordict, "_step")))
+
+    def step_copies(
+        self, actions: NDArray[Any], selected: Sequence[int] | None = None
+    ) -> NDArray[np.float32]:
+        """Step copies without making a TensorDict of it.
+
+        Args:
+            actions (array): as ``actions.read`` returns them.
+            selected (sequence of int, optional): numbers of the copies to step. Defaults to all.
+
+        Returns:
+            array, ``[*num_envs, 1]``: the rewards. :attr:`observation` and :attr:`flags` have the
+            rest.
+        """
         rewards = np.zeros((*self.batch_size, 1), np.float32)
-        for i in self._selected(tensordict, "_step"):
+        for i in range(len(self._simulators)) if selected is None else selected:
             if self._done[i]:
                 raise RuntimeError(
                     f"the episode of environment {i} has ended or not begun: reset it first."
@@ -206,12 +221,30 @@ class BatchedEnv(EnvBase):
                     break
             self._write(i, observation, terminated, truncated)
             rewards.flat[i] = reward
-        return self._output(reward=rewards)
+        return rewards
 
     def _reset(self, tensordict: TensorDictBase | None = None) -> TensorDict:
-        for i in self._selected(tensordict, "_reset"):
-            self._write(i, self._simulators[i].reset(), False, False)
+        self.reset_copies(self._selected(tensordict, "_reset"))
         return self._output()
+
+    def reset_copies(self, selected: Sequence[int]) -> None:
+        """Begin episodes without making a TensorDict of it.
+
+        Args:
+            selected (sequence of int): numbers of the copies to reset.
+        """
+        for i in selected:
+            self._write(i, self._simulators[i].reset(), False, False)
+
+    @property
+    def observation(self) -> NDArray[np.float32]:
+        """The observations of now, ``[*num_envs, O]``: memory that the next step writes into."""
+        return self._observation
+
+    @property
+    def flags(self) -> NDArray[np.bool_]:
+        """Done, terminated and truncated, ``[3, *num_envs, 1]``: such memory, too."""
+        return self._flags
 
     def _selected(self, tensordict: TensorDictBase | None, key: str) -> Sequence[int]:
         """The copies that a mask selects; all, if there is no mask."""

@@ -32,7 +32,7 @@ from minerva_torchrl.objectives.critics import (
     SingleActionCritic,
     make_ensemble,
 )
-from minerva_torchrl.objectives.policies import leaf_distribution, policy_family
+from minerva_torchrl.objectives.policies import policy_family
 from minerva_torchrl.objectives.specs import action_place, keys_without, resolve_action_spec
 
 _Steps = TypeVar("_Steps", Tensor, TensorDictBase)
@@ -110,7 +110,7 @@ class OffPolicyLoss(DualLossModule):
             scalar_output_mode=scalar_output_mode,
         )
         self.policy = policy
-        self.per_dim_constraining = bool(policy.constraint_shape)
+        self.per_dim_constraining = any(shape for _, shape in policy.constraint_kinds().values())
         self.qvalue_reduction = qvalue_reduction
         self.sequence_steps = sequence_steps
         self.delay_actor = delay_actor
@@ -304,7 +304,7 @@ class OffPolicyLoss(DualLossModule):
             action = tensordict.get(self.tensor_keys.action)
             dist = self._dist(tensordict, self.target_actor_network_params)
             value = self._target_value(tensordict, action).unsqueeze(-1)
-            log_pi = leaf_distribution(dist).log_prob(action)
+            log_pi = self.policy.log_prob(dist, action)
             given = {"log_pi": log_pi, "state_action_value": value}
         target = estimator.value_estimate(tensordict, next_value=next_value, **given)
         return target.squeeze(-2) if single_steps else target

@@ -72,7 +72,7 @@ class OnPolicyLoss(DualLossModule):
         critic_network: TensorDictModule,
         *,
         delay_actor: bool,
-        per_dim_constraining: bool,
+        per_dim_constraining: bool | None,
         action_spec: TensorSpec | None,
         separate_losses: bool,
         critic_coeff: float,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Iterable
 from typing import Any
 
@@ -19,17 +20,19 @@ from torchrl.data.tensor_specs import Composite, TensorSpec
 __all__ = [
     "action_bounds",
     "action_place",
+    "distribution_parts",
     "is_inside",
     "keys_without",
+    "part_places",
     "resolve_action_spec",
-    "single_distribution",
 ]
 
 
-def single_distribution(actor_network: object) -> tuple[Any, NestedKey | None]:
-    """What makes the only distribution of an actor, a class or a function.
+def distribution_parts(actor_network: object) -> dict[NestedKey | None, Any]:
+    """What makes the distributions of an actor, classes or functions.
 
-    Beside it the name of its sample, if it is the part of a ``CompositeDistribution``.
+    They go by the names of their samples if they are parts of a ``CompositeDistribution``; the
+    name of a distribution by itself is ``None``.
     """
     if not isinstance(actor_network, ProbabilisticTensorDictSequential):
         raise TypeError(
@@ -43,28 +46,49 @@ def single_distribution(actor_network: object) -> tuple[Any, NestedKey | None]:
         arguments = {**made_by.keywords, **arguments}
         made_by = made_by.func
     if made_by is not CompositeDistribution:
-        return made_by, None
-    parts = arguments["distribution_map"]
-    if len(parts) != 1:
-        raise NotImplementedError(
-            "the policy's CompositeDistribution must have a single part, "
-            f"got {len(parts)}: {', '.join(map(str, parts))}."
-        )
-    ((name, made_by),) = parts.items()
-    if isinstance(made_by, functools.partial):
-        made_by = made_by.func
-    return made_by, (arguments.get("name_map") or {}).get(name, name)
+        return {None: made_by}
+    names = arguments.get("name_map") or {}
+    return {
+        unravel_key(names.get(name, name)): part.func
+        if isinstance(part, functools.partial)
+        else part
+        for name, part in arguments["distribution_map"].items()
+    }
 
 
 def action_place(actor_network: ProbabilisticTensorDictSequential) -> NestedKey:
     """Where the data has the action.
 
-    For a ``CompositeDistribution`` that is an entry inside the one that the actor writes, which the
-    critic may read as a whole.
+    For a ``CompositeDistribution`` of one part that is an entry inside the one that the actor
+    writes, which the critic may read as a whole; for one of several the entry that has them all.
     """
-    _, part = single_distribution(actor_network)
-    written = actor_network.dist_sample_keys[0]
-    return written if part is None else part if is_inside(part, written) else (written, part)
+    places = part_places(actor_network)
+    if len(places) == 1:
+        return next(iter(places.values()))
+    paths = [place if isinstance(place, tuple) else (place,) for place in places.values()]
+    levels = itertools.takewhile(lambda names: len(set(names)) == 1, zip(*paths, strict=False))
+    shared = tuple(names[0] for names in levels)
+    if not shared or shared in paths:
+        raise ValueError(
+            "the parts of the policy's CompositeDistribution must be inside one entry, such as "
+            f"('action', 'arm') and ('action', 'leg'), got {list(places.values())}."
+        )
+    return unravel_key(shared)
+
+
+def part_places(
+    actor_network: ProbabilisticTensorDictSequential,
+) -> dict[NestedKey | None, NestedKey]:
+    """Where the data has the samples of an actor's distributions, by their names."""
+    parts, written = distribution_parts(actor_network), actor_network.dist_sample_keys
+
+    def place(part: NestedKey | None) -> NestedKey:
+        if part is None:
+            return written[0]
+        inside = any(is_inside(part, outer) for outer in written)
+        return part if inside else unravel_key((written[0], part))
+
+    return {part: place(part) for part in parts}
 
 
 def is_inside(key: NestedKey, outer: NestedKey) -> bool:
@@ -83,10 +107,15 @@ def resolve_action_spec(
     actor_network: ProbabilisticTensorDictSequential | None,
     action_key: NestedKey,
 ) -> TensorSpec | None:
-    """The spec of the action: the given one, or the one that the actor carries, or ``None``."""
+    """The spec of the action: the given one, or the one that the actor carries, or ``None``.
+
+    That of an action with several parts is a ``Composite`` of theirs.
+    """
     spec = action_spec if action_spec is not None else getattr(actor_network, "spec", None)
     if isinstance(spec, Composite):
-        spec = spec[action_key] if action_key in spec.keys(include_nested=True) else None
+        parts = actor_network is not None and len(distribution_parts(actor_network)) > 1
+        known = action_key in spec.keys(include_nested=True)
+        spec = spec[action_key] if known else spec if parts else None
     return spec
 
 

@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModule
 from torch import nn
-from torchrl.collectors import Collector
 from torchrl.data import TensorDictReplayBuffer
 from torchrl.envs import TransformedEnv
 from torchrl.objectives.common import LossModule
@@ -20,6 +19,7 @@ from minerva_torchrl.envs import ReturnStdScaling, RunningObservationNorm, make_
 from minerva_torchrl.modules import keep_freed_memory
 from minerva_torchrl.runs.parts import UserParts, find_parts
 from minerva_torchrl.runs.strict import ConfigError
+from minerva_torchrl.trainers import DirectCollector
 from minerva_torchrl.trainers.stepping import GuardedStepper
 
 __all__ = [
@@ -41,7 +41,7 @@ class Assembly:
     """What a run consists of."""
 
     env: TransformedEnv
-    collector: Collector
+    collector: DirectCollector
     loss: LossModule
     trainer: Trainer
     replay_buffer: TensorDictReplayBuffer | None = None
@@ -75,15 +75,11 @@ def assemble(config: RunConfig, parts: UserParts | None = None) -> Assembly:
     loss = make_actor_and_loss(config, env, device, parts)
     if config.compile.enabled:
         _compile_networks(loss, config.compile.mode)
-    collector = Collector(
+    collector = DirectCollector(
         env,
         loss.actor_network,
         frames_per_batch=config.collector.frames_per_batch,
-        total_frames=-1,
         policy_device=device,
-        env_device="cpu",
-        storing_device="cpu",
-        trust_policy=True,
     )
     algorithm = ALGORITHMS[config.algo](config)
     replay_buffer = algorithm.make_replay_buffer()

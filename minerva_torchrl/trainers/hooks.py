@@ -220,8 +220,14 @@ class ReplayMemory(TrainerHookBase):
         n_steps (int): steps that a stored transition spans: its reward is the discounted sum of
             theirs, and it ends with the episode at the latest. Defaults to ``1``.
         gamma (float): discount of those rewards. Defaults to ``0.99``.
-        sequence_length (int): the buffer draws sequences of this length, which are returned as
-            ``[B, T]``. Defaults to ``1``: transitions ``[B]``.
+        every_next_state (bool): store the first ``n_steps - 1`` steps of an episode as transitions
+            of one step, too. Without them none of the first ``n_steps`` states is the next state of
+            a transition, with them all but the very first are. Where an episode begins is known
+            from the entry ``step_count`` (of :class:`~torchrl.envs.StepCounter`); data without it
+            is stored as it is. Defaults to ``False``.
+        sequence_length (int): for a sampler that returns sequences one after the other, such as
+            :class:`~torchrl.data.SliceSampler`: their length. They are returned as ``[B, T]``.
+            Defaults to ``1``: what the buffer draws is returned as it is.
         device (torch.device, optional): device to train on.
     """
 
@@ -232,18 +238,22 @@ class ReplayMemory(TrainerHookBase):
         keys: Iterable[NestedKey] | None = None,
         n_steps: int = 1,
         gamma: float = 0.99,
+        every_next_state: bool = False,
         sequence_length: int = 1,
         device: torch.device | str | None = None,
     ) -> None:
         check_count("n_steps", n_steps)
         check_count("sequence_length", sequence_length)
-        if n_steps > 1 and sequence_length > 1:
+        drawn = getattr(replay_buffer.sampler, "sequence_length", sequence_length)
+        if n_steps > 1 and drawn > 1:
             raise ValueError(
                 "n_steps and sequence_length can't both be above 1: sequences consist of one-step "
-                f"transitions. Got {n_steps} and {sequence_length}."
+                f"transitions. Got {n_steps} and {drawn}."
             )
         self.replay_buffer = replay_buffer
         self.keys = None if keys is None else list(keys)
+        self.n_steps = n_steps
+        self.every_next_state = every_next_state
         self.sequence_length = sequence_length
         self.device = device
         self._gaps = 0
@@ -264,19 +274,26 @@ class ReplayMemory(TrainerHookBase):
     @torch.no_grad()
     def extend(self, batch: TensorDictBase) -> None:
         """Store a collected batch ``[*K, T]``."""
+        step_count = batch.get("step_count", None) if self.every_next_state else None
         if self.keys is not None:
             batch = batch.select(*self.keys, strict=False)
         if self._gaps and _TRAJECTORY in batch.keys(True):
             ids = batch.get(_TRAJECTORY).to(torch.int64) + self._gaps * _IDS_PER_GAP
             batch = batch.copy().set(_TRAJECTORY, ids)
-        if self._multi_step is not None:
-            batch = self._multi_step.inv(batch)
-            # A copy: collectors may write their next batch into the same memory.
-            self._multi_step._buffer = self._multi_step._buffer.clone()
-            if batch is None:  # fewer steps so far than one transition spans
-                return
+        if self._multi_step is None:
+            self.replay_buffer.extend(batch.reshape(-1))
+            return
+        if step_count is not None:
+            first = batch[step_count.reshape(batch.shape) < self.n_steps - 1]
+            if len(first):
+                one = torch.ones(len(first), dtype=torch.int64, device=first.device)
+                self.replay_buffer.extend(first.set("steps_to_next_obs", one))
+        batch = self._multi_step.inv(batch)
+        # A copy: collectors may write their next batch into the same memory.
+        self._multi_step._buffer = self._multi_step._buffer.clone()
+        if batch is not None:  # else fewer steps so far than one transition spans
             batch = batch.exclude("gamma", "nonterminal", ("next", "original_reward"))
-        self.replay_buffer.extend(batch.reshape(-1))
+            self.replay_buffer.extend(batch.reshape(-1))
 
     def leave_gap(self) -> None:
         """A batch was left out: let neither transitions nor sequences reach across it."""
@@ -287,7 +304,7 @@ class ReplayMemory(TrainerHookBase):
     def sample(self, batch: TensorDictBase | None = None) -> TensorDictBase:
         """Draw a batch to train on; what was collected last is not needed for it."""
         sample = self.replay_buffer.sample()
-        if self.sequence_length > 1:
+        if self.sequence_length > 1 and sample.ndim == 1:
             sample = sample.reshape(-1, self.sequence_length)
         return sample if self.device is None else sample.to(self.device)
 

@@ -221,16 +221,18 @@ class MPOTrainer(Trainer):
         loss_module (MPOLoss): the loss.
         optimization_stepper (MPOOptimizationStepper): takes the steps.
         replay_buffer (ReplayBuffer): a buffer of transitions, with a ``batch_size``. For sequences
-            its sampler is a :class:`~torchrl.data.SliceSampler` by trajectory.
+            its sampler is a :class:`~minerva_torchrl.trainers.SequenceSampler`.
         target_net_updater (TargetNetUpdater): updates the target networks, for example from
             :func:`~minerva_torchrl.trainers.make_target_updater`.
         optim_steps_per_batch (int): optimisation steps per collected batch.
         warmup_frames (int): frames to collect before the first step. Defaults to ``0``.
-        n_steps (int): steps that a stored transition spans. Defaults to ``1``.
+        n_steps (int): steps that a stored transition spans. Defaults to ``1``. For a loss with
+            ``policy_states="next"`` the first ``n_steps - 1`` steps of an episode are stored as
+            single steps besides, so that the policy is trained at the states behind them, too.
         gamma (float): discount of their rewards, that of the loss's value estimator. Defaults to
             ``0.99``.
-        sequence_length (int): length of the sequences that the buffer draws; ``1`` for transitions.
-            Defaults to ``1``.
+        sequence_length (int): length of the sequences of a sampler that returns them one after the
+            other, such as :class:`~torchrl.data.SliceSampler`. Defaults to ``1``.
         max_skipped (int): batches in a row that may be left out before
             :class:`~minerva_torchrl.trainers.NonFiniteError` is raised. Defaults to ``10``.
         frame_skip (int): frames per environment step. Defaults to ``1``.
@@ -274,8 +276,8 @@ class MPOTrainer(Trainer):
         ...     progress_bar=False,
         ... )
         >>> trainer.train()
-        >>> len(trainer.replay_buffer)  # the last n steps wait for their successors
-        195
+        >>> len(trainer.replay_buffer)  # the last 5 steps wait for their successors, 4 are twice
+        199
     """
 
     def __init__(
@@ -323,6 +325,7 @@ class MPOTrainer(Trainer):
             keys=stored_keys(loss_module),
             n_steps=n_steps,
             gamma=gamma,
+            every_next_state=loss_module.policy_states == "next",
             sequence_length=sequence_length,
             device=device,
         )

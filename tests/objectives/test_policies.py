@@ -364,11 +364,17 @@ def test_family_of_actor(distribution_class: Any, names: tuple[str, ...], family
                 distribution_kwargs={"distribution_map": {"arm": TanhNormal, "leg": TanhNormal}},
             ),
             {},
-            NotImplementedError,
-            "CompositeDistribution must have a single part, got 2: arm, leg",
+            ValueError,
+            r"parts .* must be inside one entry, such as .*, got \['arm', 'leg'\]",
+        ),
+        (
+            lambda: make_actor(D.MultivariateNormal, "loc", "scale_tril"),
+            {"per_dim": True},
+            ValueError,
+            "per_dim_constraining=True is for diagonal Gaussians: a covariance matrix has one",
         ),
     ],
-    ids=["module", "delta", "truncated", "discrete", "size", "composite"],
+    ids=["module", "delta", "truncated", "discrete", "size", "composite", "covariance"],
 )
 def test_rejects_actors(
     actor: Any, kwargs: dict[str, Any], error: type[Exception] | None, message: str
