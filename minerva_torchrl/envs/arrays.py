@@ -10,7 +10,15 @@ import torch
 from numpy.typing import NDArray
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
-from torchrl.envs import EnvBase, InitTracker, RewardSum, StepCounter, Transform, TransformedEnv
+from torchrl.envs import (
+    Compose,
+    EnvBase,
+    InitTracker,
+    RewardSum,
+    StepCounter,
+    Transform,
+    TransformedEnv,
+)
 
 from minerva_torchrl.envs.batched import BatchedEnv
 from minerva_torchrl.envs.staggering import StaggeredEpisodes
@@ -61,16 +69,14 @@ class ArrayRollout:
         Args:
             env (EnvBase): any environment.
         """
-        if type(env) is not TransformedEnv or not isinstance(env.base_env, BatchedEnv):
+        if type(env) is not TransformedEnv or not isinstance(env.transform, Compose):
             return None
         transforms = list(env.transform)
         classes = tuple(map(type, transforms))
-        rest = classes[len(_FIRST) :]
-        known = classes[: len(_FIRST)] == _FIRST and rest == tuple(
-            k for k in _OPTIONAL if k in rest
-        )
-        on_cpu = env.device is None or env.device.type == "cpu"
-        return cls(env.base_env, transforms) if known and on_cpu and _usual(transforms) else None
+        expected = (*_FIRST, *(kind for kind in _OPTIONAL if kind in classes))
+        known = classes == expected and isinstance(env.base_env, BatchedEnv)
+        known = known and env.device in (None, torch.device("cpu"))
+        return cls(env.base_env, transforms) if known and _usual(transforms) else None
 
     def rollout(
         self,

@@ -45,8 +45,12 @@ def _merge_moments_(mean: Tensor, variance: Tensor, count: Tensor, rows: Tensor)
         \sigma'^2 = \tfrac{1}{n + N} \big(n \sigma^2 + N v + \tfrac{n N}{n + N} (m - \mu)^2 \big)
 
     with ``m`` and ``v`` the mean and the population variance of the batch. No large numbers are
-    subtracted, unlike in the mean square minus the squared mean.
+    subtracted, unlike in the mean square minus the squared mean. Rows with an entry that is not
+    finite are left out.
     """
+    rows = rows[rows.isfinite().flatten(1).all(1) if rows.ndim > 1 else rows.isfinite()]
+    if not len(rows):
+        return
     batch_count = rows.shape[0]
     batch_variance, batch_mean = torch.var_mean(rows, 0, correction=0)
     share = batch_count / (float(count) + batch_count)
@@ -198,8 +202,7 @@ class RunningObservationNorm(VecNormV2):
             return
         for key in data.keys(True, True):
             rows = data.get(key).to("cpu", torch.float64).reshape(-1, *self._loc.get(key).shape)
-            if len(rows):
-                _merge_moments_(self._loc.get(key), self._var.get(key), self._count.get(key), rows)
+            _merge_moments_(self._loc.get(key), self._var.get(key), self._count.get(key), rows)
 
     def _norm(
         self, data: TensorDictBase, loc: TensorDictBase, var: TensorDictBase, count: TensorDictBase
@@ -393,7 +396,8 @@ class ReturnStdScaling(Transform):
         if self.reset_rule == "termination":
             assert terminated is not None
             previous = previous * ~terminated
-        discounted_return = self.gamma * previous + raw
+        # A reward that is not finite, as a step that was lost has, does not count.
+        discounted_return = torch.where(raw.isfinite(), self.gamma * previous + raw, previous)
         with self.lock:
             if not self.frozen:
                 mean, variance, count = self._moments

@@ -341,6 +341,8 @@ class MPOTrainer(Trainer):
         if self.finite_batches.rejected:
             self.memory.leave_gap()
         else:
+            if self.finite_batches.first_lost is not None:
+                self.memory.cut(self.finite_batches.first_lost)
             self.memory.extend(batch)
 
     def optim_steps(self, batch: TensorDictBase) -> None:
