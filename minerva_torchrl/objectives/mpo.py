@@ -16,7 +16,7 @@ from torchrl.objectives.utils import distance_loss
 from minerva_torchrl.objectives import functional as F
 from minerva_torchrl.objectives._base import MAIN_OBJECTIVE
 from minerva_torchrl.objectives._off_policy import OffPolicyLoss
-from minerva_torchrl.objectives.checks import check_choice, check_count
+from minerva_torchrl.objectives.checks import check_choice, check_count, check_positive
 from minerva_torchrl.objectives.e_steps import MPOEStep
 from minerva_torchrl.objectives.policies import resolve_penalization
 from minerva_torchrl.objectives.reductions import masked_extreme, masked_mean, masked_means
@@ -111,6 +111,7 @@ class MPOLoss(OffPolicyLoss):
             the critic's target), ``"current"`` or ``"both"``.
         sequence_steps (str): of sequences ``[*B, T]``, train ``"all"`` steps or the ``"first"``.
         loss_function (str): of the critic: ``"l2"``, ``"l1"`` or ``"smooth_l1"``.
+        critic_coeff (float): weight of the critic's loss. Defaults to ``1``.
         action_spec (TensorSpec, optional): spec of the action. Defaults to the actor's own.
         delay_actor (bool): keep a target policy. Defaults to ``True``.
         delay_qvalue (bool): keep a target critic. Defaults to ``True``.
@@ -204,6 +205,7 @@ class MPOLoss(OffPolicyLoss):
         policy_states: Literal["next", "current", "both"] = "next",
         sequence_steps: Literal["all", "first"] = "all",
         loss_function: Literal["l2", "l1", "smooth_l1"] = "l2",
+        critic_coeff: float = 1.0,
         action_spec: TensorSpec | None = None,
         delay_actor: bool = True,
         delay_qvalue: bool = True,
@@ -219,6 +221,7 @@ class MPOLoss(OffPolicyLoss):
         check_choice("temperature_update", temperature_update, ("gradient", "solve"))
         check_choice("policy_states", policy_states, ("next", "current", "both"))
         check_choice("loss_function", loss_function, ("l2", "l1", "smooth_l1"))
+        check_positive("critic_coeff", critic_coeff)
         super().__init__(
             actor_network,
             qvalue_network,
@@ -241,6 +244,7 @@ class MPOLoss(OffPolicyLoss):
         self.temperature_update = temperature_update
         self.policy_states = policy_states
         self.loss_function = loss_function
+        self.critic_coeff = critic_coeff
         solved = temperature_update == "solve"
         self._add_temperature(MAIN_OBJECTIVE, init_temperature, epsilon, solved=solved)
         self._add_constraints(
@@ -431,7 +435,7 @@ class MPOLoss(OffPolicyLoss):
             if with_metrics:
                 metrics["pred_value"] = masked_mean(q_value.mean(0), mask)
                 metrics["target_value"] = masked_mean(target, mask)
-        return self._reduce(loss, mask, weights), td_error, metrics
+        return self._reduce(self.critic_coeff * loss, mask, weights), td_error, metrics
 
     def _actor_loss(
         self,

@@ -206,7 +206,9 @@ class VMPOLoss(OnPolicyLoss):
             scalar_output_mode=scalar_output_mode,
         )
         self.top_k_fraction = top_k_fraction
-        self.per_dim_constraining = per_dim_constraining
+        self.per_dim_constraining = any(
+            shape for _, shape in self.policy.constraint_kinds().values()
+        )
         self.temperature_update = temperature_update
         self.kl_samples = kl_samples
         self.old_policy = old_policy
@@ -238,7 +240,7 @@ class VMPOLoss(OnPolicyLoss):
         names = ("kl_{}", "kl_{}_rel", "kl_{}_selected", "penalty_{}")
         return (
             *("advantage_mean", "advantage_std", "advantage_threshold"),
-            *("advantage_std_over_temperature", "kl_q_rel", "ess", "selected_fraction"),
+            *("advantage_std_over_temperature", "kl_q_rel", "epsilon", "ess", "selected_fraction"),
             *("restarting_fraction", "importance_mean", "cross_entropy"),
             *self.policy.metric_keys,
             *(key.format(name) for name in self.constraints for key in names),
@@ -375,6 +377,7 @@ class VMPOLoss(OnPolicyLoss):
             "advantage_threshold": torch.where(selected.any(), threshold, 0.0),
             "advantage_std_over_temperature": masked_std(advantage, mask) / temperature(),
             "kl_q_rel": kl_to_prior / temperature.epsilon,
+            "epsilon": temperature.epsilon.clone(),  # it may follow a schedule
             "ess": torch.where(ess.isfinite(), ess, 0.0),
             "selected_fraction": masked_mean(selected.to(weights.dtype), mask),
             "restarting_fraction": 1 - masked_mean(usable.to(weights.dtype), mask),

@@ -21,6 +21,7 @@ from minerva_torchrl.runs.sizes import check_memory
 from minerva_torchrl.runs.strict import ConfigError
 from minerva_torchrl.trainers import DirectCollector
 from minerva_torchrl.trainers.compiled import CompiledGradients, why_not
+from minerva_torchrl.trainers.stepping import GuardedStepper
 
 __all__ = [
     "Assembly",
@@ -68,6 +69,7 @@ def assemble(config: RunConfig, parts: UserParts | None = None) -> Assembly:
     """
     parts = find_parts(config) if parts is None else parts
     device = resolve_device(config.device)
+    torch.backends.cudnn.deterministic = config.deterministic
     torch.manual_seed(config.seed)
     # Not used here, but some environments do.
     random.seed(config.seed)
@@ -102,6 +104,8 @@ def assemble(config: RunConfig, parts: UserParts | None = None) -> Assembly:
         raise ConfigError([f"optim: {error}"]) from error
     if resolve_compile(config)[0].compile.enabled:
         trainer.optimization_stepper.compiled = CompiledGradients(config.compile.mode)
+    if isinstance(trainer.optimization_stepper, GuardedStepper):
+        trainer.optimization_stepper.reports_param_delta = config.logger.param_delta
     return Assembly(env, collector, loss, trainer, replay_buffer)
 
 
@@ -151,6 +155,8 @@ def make_training_env(config: RunConfig, parts: UserParts) -> TransformedEnv:
     """The environment to collect from, ``[num_envs]``."""
     arguments = asdict(config.env)
     reward_scaling = arguments.pop("reward_scaling", False)
+    scaling_gamma = arguments.pop("reward_scaling_gamma", None)
+    scaling_reset = arguments.pop("reward_scaling_reset", "done")
     for name in ("name", "factory", "kwargs", "wrappers"):
         del arguments[name]
     simulator, kwargs = parts.simulator(config, video=False)
@@ -173,7 +179,8 @@ def make_training_env(config: RunConfig, parts: UserParts) -> TransformedEnv:
             raise
         raise ConfigError([f"env.kwargs: {error}"]) from error
     if reward_scaling:
-        env.append_transform(ReturnStdScaling(config.loss.gamma))
+        gamma = config.loss.gamma if scaling_gamma is None else scaling_gamma
+        env.append_transform(ReturnStdScaling(gamma, reset=scaling_reset))
     return env
 
 

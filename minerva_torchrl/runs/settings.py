@@ -100,8 +100,11 @@ def load_config(run_dir: Path) -> RunConfig:
         algo = settings["algo"]
         if algo in ALGORITHMS:
             _rename(settings, ALGORITHMS[algo].renamed)
+            # What the file lacks did not exist then, so it is not what a preset says today.
+            earlier = asdict(ALGORITHMS[algo].config_class())
             for name, value in ALGORITHMS[algo].earlier.items():
-                settings = _merge(_set({}, name, value), settings)
+                _set(earlier, name, value)
+            settings = _merge(earlier, settings)
         # Whether the folder is trusted is not for the folder to say.
         return parse_config(algo, {**settings, "trust": False})
     except FileNotFoundError:

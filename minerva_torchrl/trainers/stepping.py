@@ -355,7 +355,7 @@ def scale_of_lr(scaling: LRScaling | None, num_policy_steps: int) -> float:
 
 def _rate_name(optimizer: str, group: Mapping[str, Any], index: int) -> str:
     default = optimizer.replace("optimizer", "lr") + f"_{index}" * (index > 0)
-    return f"lr_{group['name']}" if "name" in group else default
+    return f"lr_{group['name']}".rstrip("_") if "name" in group else default
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:
