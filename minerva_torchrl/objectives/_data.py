@@ -6,17 +6,13 @@ import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-__all__ = ["blank_terminal_states", "time_dim"]
+__all__ = ["blank", "time_dim"]
 
 
-def blank_terminal_states(states: TensorDictBase, terminated: Tensor) -> TensorDictBase:
-    """Zeros where ``terminated`` ``[*B]`` holds, as terminal observations may be NaN."""
-
-    def blank(x: Tensor) -> Tensor:
-        features = [1] * (x.ndim - terminated.ndim)
-        return torch.where(terminated.reshape(*terminated.shape, *features), 0, x)
-
-    return states.apply(blank)
+def blank(x: Tensor, where: Tensor) -> Tensor:
+    """``x`` ``[*B, ...]`` with zeros where ``where`` ``[*B]`` holds, as it may be NaN there."""
+    features = [1] * (x.ndim - where.ndim)
+    return torch.where(where.reshape(*where.shape, *features), 0, x)
 
 
 def time_dim(tensordict: TensorDictBase) -> int | None:

@@ -14,7 +14,7 @@ from torchrl.data.tensor_specs import TensorSpec
 from torchrl.objectives.utils import distance_loss
 
 from minerva_torchrl.objectives import functional as F
-from minerva_torchrl.objectives._base import MAIN_OBJECTIVE
+from minerva_torchrl.objectives._base import MAIN_OBJECTIVE, in_full_precision
 from minerva_torchrl.objectives._off_policy import OffPolicyLoss
 from minerva_torchrl.objectives.checks import check_choice, check_count
 from minerva_torchrl.objectives.e_steps import MPOEStep
@@ -271,12 +271,14 @@ class MPOLoss(OffPolicyLoss):
     # The whole update in one call ----------------------------------------------------------------
 
     @dispatch
+    @in_full_precision
     def forward(self, tensordict: TensorDictBase) -> TensorDict:
         """All losses and metrics of a batch.
 
         Args:
             tensordict (TensorDictBase): transitions ``[B]`` or sequences ``[*B, T]``. The temporal
-                difference error is written into it as the priority of prioritised replay.
+                difference error is written into it as the priority of prioritised replay, and
+                nothing else: a second call samples and estimates anew.
 
         Returns:
             A TensorDict with ``loss_qvalue``, ``loss_actor``, ``loss_temperature``, one
@@ -301,6 +303,7 @@ class MPOLoss(OffPolicyLoss):
     # The update in parts -------------------------------------------------------------------------
 
     @torch.no_grad()
+    @in_full_precision
     def e_step(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, dict[str, Tensor]]:
         """Evaluate the target networks: the critic's target, and the weighted candidates.
 
@@ -311,7 +314,7 @@ class MPOLoss(OffPolicyLoss):
             The steps that are trained on, with the entries ``value_target`` and ``e_step``
             (:class:`MPOEStep`) that all losses can be evaluated on, and 0-d metrics.
         """
-        self._check_input(tensordict)
+        tensordict = self._checked(tensordict)
         next_value, samples, mask = self._sample_states(tensordict)
         scores, log_prior = samples.get("scores"), samples.get("log_prior", None)
         duals: dict[str, TensorDict] = {}
@@ -344,6 +347,7 @@ class MPOLoss(OffPolicyLoss):
         )
         return self._with_target(tensordict, next_value).set("e_step", e_step), metrics
 
+    @in_full_precision
     def qvalue_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss of the critic, and its metrics with the ``td_error`` of each step.
 
@@ -352,12 +356,13 @@ class MPOLoss(OffPolicyLoss):
         """
         data = tensordict
         if data.get("e_step", None) is None:  # the target is all that is needed of it
-            self._check_input(tensordict)
-            data = self._with_target(tensordict, self._sample_next_states(tensordict)[-1])
+            data = self._checked(tensordict)
+            data = self._with_target(data, self._sample_next_states(data)[-1])
         loss, metrics = self._qvalue_loss(data)
         self.set_priority(tensordict, metrics["td_error"])
         return loss, metrics
 
+    @in_full_precision
     def actor_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss of the policy with the present multipliers, and its metrics.
 
@@ -369,6 +374,7 @@ class MPOLoss(OffPolicyLoss):
         metrics |= self._actor_metrics(data.get("e_step"), *m_step)
         return self._actor_loss(data, *m_step[1:]), metrics
 
+    @in_full_precision
     def dual_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
         """Sum of the losses of temperatures and multipliers, and each of them by name.
 

@@ -19,11 +19,17 @@ from tensordict.nn import CompositeDistribution
 from torch import Tensor, nn
 from torch import distributions as D
 from torchrl.data.tensor_specs import TensorSpec
-from torchrl.modules import MaskedOneHotCategorical, OneHotCategorical, TanhNormal
+from torchrl.modules import (
+    IndependentNormal,
+    MaskedOneHotCategorical,
+    OneHotCategorical,
+    TanhNormal,
+    TruncatedNormal,
+)
 
 from minerva_torchrl.objectives import functional as F
 from minerva_torchrl.objectives.reductions import masked_extreme, masked_mean, masked_means
-from minerva_torchrl.objectives.specs import action_bounds, single_distribution
+from minerva_torchrl.objectives.specs import action_bounds, check_range, single_distribution
 
 __all__ = [
     "Candidates",
@@ -430,6 +436,9 @@ def policy_family(
         return Categorical(one_hot=issubclass(distribution, _ONE_HOT))
     if not issubclass(distribution, (D.Independent, TanhNormal)):
         raise NotImplementedError(_unsupported(distribution))
+    _check_gaussian(actor_network, distribution)
+    if issubclass(distribution, TanhNormal):
+        check_range(actor_network, action_spec)
     family = TanhGaussian if issubclass(distribution, TanhNormal) else DiagonalGaussian
     return family(action_spec, per_dim=per_dim is None or per_dim)
 
@@ -447,11 +456,25 @@ def leaf_distribution(dist: D.Distribution) -> Any:
 def _distribution_class(actor_network: Any) -> type[D.Distribution]:
     """The class of the only distribution of an actor."""
     made_by, _ = single_distribution(actor_network)
-    if not isinstance(made_by, type):  # a function: see what it makes
-        head = actor_network[-1]
-        parameters = TensorDict({key: torch.ones(1) for key in head.in_keys})
-        made_by = type(head.get_dist(parameters))
-    return made_by
+    return made_by if isinstance(made_by, type) else type(_example(actor_network))
+
+
+def _example(actor_network: Any) -> D.Distribution:
+    """What the head of an actor makes of some parameters."""
+    head = actor_network[-1]
+    return head.get_dist(TensorDict({key: torch.ones(1) for key in head.in_keys}))
+
+
+def _check_gaussian(actor_network: Any, distribution: type[D.Distribution]) -> None:
+    """Raise unless what is independent over the dimensions is a Gaussian."""
+    if issubclass(distribution, TruncatedNormal):
+        raise NotImplementedError(_unsupported(distribution))
+    _, part = single_distribution(actor_network)
+    if issubclass(distribution, (IndependentNormal, TanhNormal)) or part is not None:
+        return
+    base: Any = getattr(_example(actor_network), "base_dist", None)
+    if type(base) is not D.Normal:
+        raise NotImplementedError(_unsupported(type(base)))
 
 
 def resolve_penalization(requested: bool | None, policy: PolicyFamily) -> bool:
@@ -468,5 +491,7 @@ def resolve_penalization(requested: bool | None, policy: PolicyFamily) -> bool:
 def _unsupported(distribution: type) -> str:
     return (
         f"the policy's distribution must be a diagonal Gaussian ({_GAUSSIANS}), Categorical or "
-        f"OneHotCategorical, got {distribution.__name__}."
+        f"OneHotCategorical, got {distribution.__name__}. For actions with bounds use "
+        "IndependentNormal, where the environment clips the action, or TanhNormal, which stays "
+        "inside."
     )

@@ -19,6 +19,7 @@ from torchrl.data.tensor_specs import Composite, TensorSpec
 __all__ = [
     "action_bounds",
     "action_place",
+    "check_range",
     "is_inside",
     "keys_without",
     "resolve_action_spec",
@@ -36,14 +37,19 @@ def single_distribution(actor_network: object) -> tuple[Any, NestedKey | None]:
             "actor_network must be a ProbabilisticTensorDictSequential (for example TorchRL's "
             f"ProbabilisticActor), got {type(actor_network).__name__}."
         )
+    made_by, _, part = _distribution(actor_network)
+    return made_by, part
+
+
+def _distribution(
+    actor_network: ProbabilisticTensorDictSequential,
+) -> tuple[Any, dict[str, Any], NestedKey | None]:
+    """What makes the distribution, with which arguments, and the part of a composite it is."""
     heads = [m for m in actor_network.modules() if isinstance(m, ProbabilisticTensorDictModule)]
-    made_by: Any = heads[-1].distribution_class
-    arguments = dict(heads[-1].distribution_kwargs or {})
-    if isinstance(made_by, functools.partial):
-        arguments = {**made_by.keywords, **arguments}
-        made_by = made_by.func
+    made_by, arguments = _unwrapped(heads[-1].distribution_class)
+    arguments |= heads[-1].distribution_kwargs or {}
     if made_by is not CompositeDistribution:
-        return made_by, None
+        return made_by, arguments, None
     parts = arguments["distribution_map"]
     if len(parts) != 1:
         raise NotImplementedError(
@@ -51,9 +57,16 @@ def single_distribution(actor_network: object) -> tuple[Any, NestedKey | None]:
             f"got {len(parts)}: {', '.join(map(str, parts))}."
         )
     ((name, made_by),) = parts.items()
+    made_by, of_part = _unwrapped(made_by)
+    of_part |= (arguments.get("extra_kwargs") or {}).get(name, {})
+    return made_by, of_part, (arguments.get("name_map") or {}).get(name, name)
+
+
+def _unwrapped(made_by: Any) -> tuple[Any, dict[str, Any]]:
+    """A function or class, and the arguments that a partial fixes."""
     if isinstance(made_by, functools.partial):
-        made_by = made_by.func
-    return made_by, (arguments.get("name_map") or {}).get(name, name)
+        return made_by.func, dict(made_by.keywords)
+    return made_by, {}
 
 
 def action_place(actor_network: ProbabilisticTensorDictSequential) -> NestedKey:
@@ -110,3 +123,22 @@ def action_bounds(action_spec: TensorSpec | None) -> tuple[Tensor, Tensor] | Non
     if not low.is_meta and low.isinf().all() and high.isinf().all():
         return None
     return low, high
+
+
+def check_range(
+    actor_network: ProbabilisticTensorDictSequential, action_spec: TensorSpec | None
+) -> None:
+    """Raise if a policy with a tanh ends elsewhere than the bounds of its action."""
+    bounds = action_bounds(action_spec)
+    if bounds is None or bounds[0].is_meta:
+        return
+    arguments = _distribution(actor_network)[1]
+    for name, bound, default in zip(("low", "high"), bounds, (-1.0, 1.0), strict=True):
+        end = torch.as_tensor(arguments.get(name, default)).to(bound)
+        if not torch.allclose(end.expand_as(bound), bound, rtol=1e-5):
+            raise ValueError(
+                f"the policy's TanhNormal has {name}={end.tolist()}, but its action_spec has "
+                f"{name}={bound.tolist()}: actions would leave the bounds, or never reach them. "
+                "Build the actor with distribution_kwargs={'low': spec.space.low, 'high': "
+                "spec.space.high}, or scale the action in the environment."
+            )
