@@ -25,6 +25,7 @@ from minerva_torchrl.algorithms.config import (
     RunConfig,
     arguments_of,
     not_positive,
+    out_of_range,
 )
 from minerva_torchrl.modules import DirectModule, GaussianPolicy, StateActionCritic
 from minerva_torchrl.objectives import MPOLoss
@@ -144,8 +145,9 @@ class MPOConfig(RunConfig):
         yield from super().problems()
         yield from not_positive(self, "replay_buffer.size", "replay_buffer.batch_size")
         yield from not_positive(self, "replay_buffer.n_steps", "replay_buffer.sequence_length")
-        yield from not_positive(self, "optim.updates_per_frame")
-        yield from not_positive(self, "network.num_critics", "network.init_scale")
+        yield from not_positive(self, "optim.updates_per_frame", "network.num_critics")
+        yield from out_of_range(self, 1_000, "optim.updates_per_frame")
+        yield from out_of_range(self, 1.0, "optim.target_tau")
         yield from self._problems_with_sequences()
         buffer = self.replay_buffer
         if buffer.size < buffer.batch_size:
@@ -165,7 +167,7 @@ class MPOConfig(RunConfig):
                 "exactly one of optim.target_period and optim.target_tau must be set, the other "
                 f"null; got {self.optim.target_period} and {self.optim.target_tau}."
             )
-        if self.updates_per_batch < 1:
+        if self.optim.updates_per_frame * self.collector.frames_per_batch <= 0.5:
             yield (
                 "optim.updates_per_frame times collector.frames_per_batch must be at least one "
                 f"update, got {self.optim.updates_per_frame} times "
@@ -189,6 +191,46 @@ class MPOConfig(RunConfig):
                 "replay_buffer.n_steps must be 1 for sequences (replay_buffer.sequence_length="
                 f"{length}), got {self.replay_buffer.n_steps}."
             )
+
+    def problems_with_episodes(self, steps: int | None) -> Iterator[str]:
+        """What is impossible with episodes of so many actions at most (``None``: no limit)."""
+        for name in ("n_steps", "sequence_length"):
+            value = getattr(self.replay_buffer, name)
+            if steps is not None and value > steps > 0:
+                yield (
+                    f"replay_buffer.{name} must be at most the {steps} steps of an episode "
+                    f"(env.max_episode_steps, or the task's own limit), got {value}."
+                )
+
+    def problems_of_new_run(self) -> Iterator[str]:
+        """What makes no sense to begin with, though there may be such runs already."""
+        yield from super().problems_of_new_run()
+        warmup = self.replay_buffer.warmup_frames
+        if self.total_frames < warmup:
+            yield (
+                "total_frames must be at least replay_buffer.warmup_frames, before which nothing "
+                f"is learned; got {self.total_frames} and {warmup}."
+            )
+
+    def memory(self, observation_size: int, action_size: int) -> Iterator[tuple[str, float]]:
+        """What needs much memory, and about how many bytes."""
+        yield from super().memory(observation_size, action_size)
+        buffer, critics = self.replay_buffer, self.network.num_critics
+        step = 4.0 * (2 * observation_size + action_size + 8)
+        yield f"replay_buffer.size={_short(buffer.size)}", step * buffer.size
+        states = float(buffer.batch_size) * buffer.sequence_length
+        samples = states * self.loss.num_action_samples
+        # What is kept of a layer for its gradient, and as much while it is computed.
+        widths = float(sum(self.network.critic_sizes) + action_size)
+        yield (
+            f"replay_buffer.batch_size={_short(buffer.batch_size)} with loss.num_action_samples="
+            f"{_short(self.loss.num_action_samples)}",
+            8 * samples * widths * critics + 2 * step * states,
+        )
+
+
+def _short(number: int) -> str:
+    return str(number) if number < 10**15 else f"{float(number):.3g}"
 
 
 # Presets -----------------------------------------------------------------------------------------

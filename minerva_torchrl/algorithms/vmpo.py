@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from tensordict.nn import ProbabilisticTensorDictSequential
-from torchrl.data import OneHot
 
 from minerva_torchrl.algorithms.common import Preset, adam
-from minerva_torchrl.algorithms.config import LossConfig, OptimConfig, arguments_of
+from minerva_torchrl.algorithms.config import (
+    LossConfig,
+    OptimConfig,
+    arguments_of,
+    not_positive,
+    out_of_range,
+)
 from minerva_torchrl.algorithms.on_policy import (
     OnPolicyAlgorithm,
     OnPolicyConfig,
@@ -48,12 +54,14 @@ class VMPOLossConfig(LossConfig):
     epsilon: float
     epsilon_mean: float | None
     epsilon_stddev: float | None
+    epsilon_covariance: float | None
     epsilon_policy: float | None
     per_dim_constraining: bool | None = None
     """Null: for Gaussian policies, as in MPO."""
     init_temperature: float
     init_alpha_mean: float | None
     init_alpha_stddev: float | None
+    init_alpha_covariance: float | None
     init_alpha_policy: float | None
     temperature_update: Literal["solve", "gradient"]
     alpha_update: Literal["gradient", "relative"]
@@ -100,6 +108,22 @@ class VMPOConfig(OnPolicyConfig):
     network: VMPONetworkConfig = field(default_factory=VMPONetworkConfig)
     loss: VMPOLossConfig = field(default_factory=VMPOLossConfig)
     optim: VMPOOptimConfig = field(default_factory=VMPOOptimConfig)
+
+    def problems(self) -> Iterator[str]:
+        """What is impossible about these settings, one line each."""
+        yield from super().problems()
+        yield from not_positive(self, "loss.top_k_fraction")
+        yield from out_of_range(self, 1.0, "loss.top_k_fraction")
+
+    def problems_of_new_run(self) -> Iterator[str]:
+        """What makes no sense to begin with, though there may be such runs already."""
+        yield from super().problems_of_new_run()
+        frames, minibatch = self.collector.frames_per_batch, self.optim.minibatch_size
+        if minibatch is not None and minibatch > frames:
+            yield (
+                "optim.minibatch_size must be at most collector.frames_per_batch, got "
+                f"{minibatch} and {frames}."
+            )
 
 
 # Presets -----------------------------------------------------------------------------------------
@@ -170,8 +194,6 @@ class VMPO(OnPolicyAlgorithm[VMPOConfig]):
         """The loss, with generalised advantages."""
         arguments = dict(vars(self.config.loss))
         gamma, lmbda = arguments.pop("gamma"), arguments.pop("lmbda")
-        if arguments["per_dim_constraining"] is None:
-            arguments["per_dim_constraining"] = not isinstance(actor.spec["action"], OneHot)
         loss = VMPOLoss(actor, critic, **arguments)
         return loss.make_value_estimator("gae", gamma=gamma, lmbda=lmbda)
 

@@ -75,6 +75,7 @@ class SuiteEnv(BatchedEnv):
         device (torch.device, optional): device of the data.
         canonical_actions (bool): actions are between -1 and 1 in the data, whatever the bounds of
             the task. Defaults to ``False``.
+        max_skipped (int): steps in a row that may not be finite. Defaults to ``10``.
         **task_kwargs: go to the task, for example ``time_limit``.
 
     Examples:
@@ -98,6 +99,7 @@ class SuiteEnv(BatchedEnv):
         seed: int | None = None,
         device: torch.device | str | None = None,
         canonical_actions: bool = False,
+        max_skipped: int = 10,
         **task_kwargs: Any,
     ) -> None:
         if (domain, task) not in suite.ALL_TASKS:
@@ -114,6 +116,8 @@ class SuiteEnv(BatchedEnv):
             num_envs=num_envs,
             frame_skip=frame_skip,
             device=device,
+            title=f"{domain}-{task}",
+            max_skipped=max_skipped,
         )
         self.domain, self.task = domain, task
 

@@ -127,35 +127,35 @@ class DualLossModule(LossModule):
 
     def _add_constraints(
         self,
-        names: Iterable[str],
-        shape: tuple[int, ...],
+        kinds: Mapping[str, tuple[str, tuple[int, ...]]],
         given: Mapping[str, tuple[float | None, float | None]],
         defaults: Mapping[str, tuple[float, float]],
         alpha_update: str,
     ) -> None:
         """Give every constraint of the policy its bound and its multiplier.
 
-        ``given`` and ``defaults`` have the bound and the initial multiplier by constraint.
+        ``kinds`` has what is constrained and the shape by constraint, as the policy's family says.
+        ``given`` and ``defaults`` have the bound and the initial multiplier by what is constrained.
         """
         check_choice("alpha_update", alpha_update, ("gradient", "relative"))
         self.alpha_update, relative = alpha_update, alpha_update == "relative"
-        names = tuple(names)
+        constrained = {kind for kind, _ in kinds.values()}
         for name, values in given.items():
             for argument, value in zip(
                 (f"epsilon_{name}", f"init_alpha_{name}"), values, strict=True
             ):
-                if name not in names and value is not None:
+                if name not in constrained and value is not None:
                     raise ValueError(
                         f"{argument} does not apply to a policy whose constraints are "
-                        f"{', '.join(names)}; got {value}."
+                        f"{', '.join(kinds)}; got {value}."
                     )
-        for name in names:
+        for name, (kind, shape) in kinds.items():
             epsilon, init = (
                 default if value is None else value
-                for value, default in zip(given[name], defaults[name], strict=True)
+                for value, default in zip(given[kind], defaults[kind], strict=True)
             )
-            check_positive(f"epsilon_{name}", epsilon)
-            check_positive(f"init_alpha_{name}", init)
+            check_positive(f"epsilon_{kind}", epsilon)
+            check_positive(f"init_alpha_{kind}", init)
             self.constraints[name] = Constraint(init, epsilon, shape, relative=relative)
             self._register_dual(f"alpha_{name}", f"epsilon_{name}", self.constraints[name])
 

@@ -32,8 +32,13 @@ from minerva_torchrl.objectives.critics import (
     SingleActionCritic,
     make_ensemble,
 )
-from minerva_torchrl.objectives.policies import Categorical, leaf_distribution, policy_family
-from minerva_torchrl.objectives.specs import action_place, keys_without, resolve_action_spec
+from minerva_torchrl.objectives.policies import Categorical, policy_family
+from minerva_torchrl.objectives.specs import (
+    action_place,
+    keys_without,
+    reads,
+    resolve_action_spec,
+)
 from minerva_torchrl.objectives.value.retrace import missing_log_prob
 
 _Steps = TypeVar("_Steps", Tensor, TensorDictBase)
@@ -111,7 +116,7 @@ class OffPolicyLoss(DualLossModule):
             scalar_output_mode=scalar_output_mode,
         )
         self.policy = policy
-        self.per_dim_constraining = bool(policy.constraint_shape)
+        self.per_dim_constraining = any(shape for _, shape in policy.constraint_kinds().values())
         self.qvalue_reduction = qvalue_reduction
         self.sequence_steps = sequence_steps
         self.delay_actor = delay_actor
@@ -139,7 +144,7 @@ class OffPolicyLoss(DualLossModule):
         self._make_vmap()
         self.set_keys(action=action_key, log_prob=actor_network.log_prob_keys[0])
         written = self.qvalue_network.out_keys
-        reads_action = self._critic_state_keys != list(self.qvalue_network.in_keys)
+        reads_action = reads(self.qvalue_network.in_keys, action_key)
         self._check_critic(reads_action, written)
         if self.tensor_keys.state_action_value in written:
             self._values_all_actions = False
@@ -263,11 +268,9 @@ class OffPolicyLoss(DualLossModule):
         valid = self._valid_mask(tensordict)
         if valid is None:
             return tensordict
-        entries = {key: tensordict.get(key) for key in self.in_keys}
         data = tensordict.copy()
-        for key, entry in entries.items():
-            if entry.is_floating_point():  # no gradient comes out of a network that was given a NaN
-                data.set(key, blank(entry, ~valid))
+        for key in self.in_keys:  # a network that is given a NaN has no gradient
+            data.set(key, blank(tensordict.get(key), ~valid))
         return data
 
     def _check_input(self, tensordict: TensorDictBase) -> None:
@@ -340,7 +343,7 @@ class OffPolicyLoss(DualLossModule):
             action = tensordict.get(self.tensor_keys.action)
             dist = self._dist(tensordict, self.target_actor_network_params)
             value = self._target_value(tensordict, action).unsqueeze(-1)
-            log_pi = leaf_distribution(dist).log_prob(action)
+            log_pi = self.policy.log_prob(dist, action)
             given = {"log_pi": log_pi, "state_action_value": value}
         target = estimator.value_estimate(tensordict, next_value=next_value, **given)
         return target.squeeze(-2) if single_steps else target
@@ -378,7 +381,7 @@ class OffPolicyLoss(DualLossModule):
         terminated = tensordict.get(("next", self.tensor_keys.terminated)).squeeze(-1)
         states = tensordict.get("next").select(*self._state_keys)
         if self.skip_done_states:
-            states = states.apply(lambda x: blank(x, terminated))
+            states = blank(states, terminated)
         return states, ~terminated
 
     def _train_steps(self, x: _Steps, tensordict: TensorDictBase) -> _Steps:

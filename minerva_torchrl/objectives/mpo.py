@@ -63,8 +63,9 @@ class MPOLoss(OffPolicyLoss):
 
     Args:
         actor_network (ProbabilisticTensorDictSequential): policy with an ``IndependentNormal``,
-            ``TanhNormal``, ``Categorical`` or ``OneHotCategorical`` distribution. Its parameters
-            stay shared with the loss.
+            ``TanhNormal``, ``MultivariateNormal``, ``Categorical`` or ``OneHotCategorical``
+            distribution (the last two also masked), or a ``CompositeDistribution`` of these.
+            Its parameters stay shared with the loss.
         qvalue_network (TensorDictModule or list of TensorDictModule): critic, reading observation
             and action and writing ``state_action_value`` ``[*B, 1]``. For discrete actions it may
             read the observation alone and write the values of all actions, ``action_value``
@@ -83,6 +84,8 @@ class MPOLoss(OffPolicyLoss):
             ``per_dim_constraining``. Default ``2.5e-3``.
         epsilon_stddev (float, optional): bound for its standard deviation, likewise. Default
             ``1e-6``.
+        epsilon_covariance (float, optional): bound for the covariance of a Gaussian that has one.
+            Default ``1e-5``.
         epsilon_policy (float, optional): bound for a categorical policy. Default ``2.5e-3``.
         per_dim_constraining (bool, optional): one multiplier and bound per action dimension, or one
             for their sum. Default: per dimension, for policies that have dimensions.
@@ -93,6 +96,8 @@ class MPOLoss(OffPolicyLoss):
         init_temperature (float): initial temperature, in real units like every multiplier.
         init_alpha_mean (float, optional): initial multiplier for the mean. Default ``1``.
         init_alpha_stddev (float, optional): initial multiplier for the standard deviation. Default
+            ``1000``.
+        init_alpha_covariance (float, optional): initial multiplier for the covariance. Default
             ``1000``.
         init_alpha_policy (float, optional): initial multiplier for a categorical policy. Default
             ``1``.
@@ -166,6 +171,7 @@ class MPOLoss(OffPolicyLoss):
     default_constraints: ClassVar = {
         "mean": (2.5e-3, 1.0),
         "stddev": (1e-6, 1000.0),
+        "covariance": (1e-5, 1000.0),
         "policy": (2.5e-3, 1.0),
     }
     """Bound and initial multiplier by constraint."""
@@ -182,6 +188,7 @@ class MPOLoss(OffPolicyLoss):
         epsilon: float = 0.1,
         epsilon_mean: float | None = None,
         epsilon_stddev: float | None = None,
+        epsilon_covariance: float | None = None,
         epsilon_policy: float | None = None,
         per_dim_constraining: bool | None = None,
         action_penalization: bool | None = None,
@@ -189,6 +196,7 @@ class MPOLoss(OffPolicyLoss):
         init_temperature: float = 1.0,
         init_alpha_mean: float | None = None,
         init_alpha_stddev: float | None = None,
+        init_alpha_covariance: float | None = None,
         init_alpha_policy: float | None = None,
         init_penalty_temperature: float = 1.0,
         temperature_update: Literal["gradient", "solve"] = "gradient",
@@ -236,11 +244,11 @@ class MPOLoss(OffPolicyLoss):
         solved = temperature_update == "solve"
         self._add_temperature(MAIN_OBJECTIVE, init_temperature, epsilon, solved=solved)
         self._add_constraints(
-            self.policy.constraints,
-            self.policy.constraint_shape,
+            self.policy.constraint_kinds(),
             given={
                 "mean": (epsilon_mean, init_alpha_mean),
                 "stddev": (epsilon_stddev, init_alpha_stddev),
+                "covariance": (epsilon_covariance, init_alpha_covariance),
                 "policy": (epsilon_policy, init_alpha_policy),
             },
             defaults=self.default_constraints,

@@ -48,9 +48,10 @@ class VMPOLoss(OnPolicyLoss):
 
     Args:
         actor_network (ProbabilisticTensorDictSequential): policy with an ``IndependentNormal``,
-            ``TanhNormal``, ``Categorical`` or ``OneHotCategorical`` distribution. A ``TanhNormal``
-            scores the stored action by inverting the tanh, which is inexact near the bounds; an
-            unsquashed Gaussian with clipping in the environment is not.
+            ``TanhNormal``, ``MultivariateNormal``, ``Categorical`` or ``OneHotCategorical``
+            distribution (the last two also masked), or a ``CompositeDistribution`` of these.
+            A ``TanhNormal`` scores the stored action by inverting the tanh, which is inexact near
+            the bounds; an unsquashed Gaussian with clipping in the environment is not.
         critic_network (TensorDictModule): state value, written to ``state_value`` ``[*B, 1]``. For
             one that ends in a PopArt head use
             :class:`~minerva_torchrl.modules.popart.PopArtVMPOLoss`.
@@ -60,11 +61,16 @@ class VMPOLoss(OnPolicyLoss):
         epsilon (float): bound of the E-step's KL divergence. Defaults to ``0.1``.
         epsilon_mean (float, optional): bound for the mean of a Gaussian policy. Default ``1e-2``.
         epsilon_stddev (float, optional): bound for its standard deviation. Default ``1e-5``.
+        epsilon_covariance (float, optional): bound for the covariance of a Gaussian that has one.
+            Default ``1e-4``.
         epsilon_policy (float, optional): bound for a categorical policy. Default ``1e-2``.
-        per_dim_constraining (bool): bounds per action dimension, not for their sum.
+        per_dim_constraining (bool, optional): bounds per action dimension, not for their sum.
+            ``None`` is ``True`` for policies that have dimensions.
         init_temperature (float): initial temperature, in real units like every multiplier.
         init_alpha_mean (float, optional): initial multiplier for the mean. Default ``1``.
         init_alpha_stddev (float, optional): initial multiplier for the deviation. Default ``1``.
+        init_alpha_covariance (float, optional): initial multiplier for the covariance. Default
+            ``1``.
         init_alpha_policy (float, optional): initial multiplier for a categorical policy. Default
             ``5``.
         temperature_update (str): ``"solve"`` (default: set to where the bound is met exactly on
@@ -136,6 +142,7 @@ class VMPOLoss(OnPolicyLoss):
     default_constraints: ClassVar = {
         "mean": (1e-2, 1.0),
         "stddev": (1e-5, 1.0),
+        "covariance": (1e-4, 1.0),
         "policy": (1e-2, 5.0),
     }
     """Bound and initial multiplier by constraint."""
@@ -150,11 +157,13 @@ class VMPOLoss(OnPolicyLoss):
         epsilon: float = 0.1,
         epsilon_mean: float | None = None,
         epsilon_stddev: float | None = None,
+        epsilon_covariance: float | None = None,
         epsilon_policy: float | None = None,
-        per_dim_constraining: bool = False,
+        per_dim_constraining: bool | None = False,
         init_temperature: float = 1.0,
         init_alpha_mean: float | None = None,
         init_alpha_stddev: float | None = None,
+        init_alpha_covariance: float | None = None,
         init_alpha_policy: float | None = None,
         temperature_update: Literal["solve", "gradient"] = "solve",
         alpha_update: Literal["gradient", "relative"] = "gradient",
@@ -207,11 +216,11 @@ class VMPOLoss(OnPolicyLoss):
         self._add_temperature(MAIN_OBJECTIVE, init_temperature, epsilon, solved=solved)
         self._bounds["epsilon_eta"] = self._bounds["epsilon"]  # its former name
         self._add_constraints(
-            self.policy.constraints,
-            self.policy.constraint_shape,
+            self.policy.constraint_kinds(),
             given={
                 "mean": (epsilon_mean, init_alpha_mean),
                 "stddev": (epsilon_stddev, init_alpha_stddev),
+                "covariance": (epsilon_covariance, init_alpha_covariance),
                 "policy": (epsilon_policy, init_alpha_policy),
             },
             defaults=self.default_constraints,
@@ -480,9 +489,9 @@ class VMPOLoss(OnPolicyLoss):
                 )
             dist = self.actor_network.build_dist_from_params(tensordict.select(*keys))
         old, valid = self.policy.describe(dist), self._valid_mask(tensordict)
-        if valid is not None:  # padding may hold anything; ones are a policy of every kind
-            old = old.apply(lambda x: torch.where(valid.unsqueeze(-1), x, 1.0))
-        on_meta = any(x.is_meta for x in old.values())  # no values to check
+        if valid is not None:  # padding may hold anything
+            old = self.policy.where_valid(old, valid)
+        on_meta = any(x.is_meta for x in old.values(True, True))  # no values to check
         if not (self._checked_parameters or is_compiling() or on_meta):
             self.policy.check_parameters(keys, old)
             self._checked_parameters = True
