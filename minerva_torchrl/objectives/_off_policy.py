@@ -39,6 +39,7 @@ from minerva_torchrl.objectives.specs import (
     reads,
     resolve_action_spec,
 )
+from minerva_torchrl.objectives.swapping import using
 from minerva_torchrl.objectives.value.retrace import missing_log_prob
 
 _Steps = TypeVar("_Steps", Tensor, TensorDictBase)
@@ -307,7 +308,7 @@ class OffPolicyLoss(DualLossModule):
             if self.num_qvalue_nets > 1:
                 values = self._vmap_qvalue_network(inputs, params).get(key)
             else:
-                with params.to_module(network, preserve_module_state=False):
+                with using(network, params):
                     values = network(inputs).get(key).unsqueeze(0)
         return full_precision(values)
 

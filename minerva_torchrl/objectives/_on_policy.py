@@ -24,6 +24,7 @@ from minerva_torchrl.objectives.checks import check_choice, check_positive, chec
 from minerva_torchrl.objectives.policies import policy_family
 from minerva_torchrl.objectives.reductions import explained_variance, masked_mean, masked_std
 from minerva_torchrl.objectives.specs import action_place, reads, resolve_action_spec
+from minerva_torchrl.objectives.swapping import using
 
 _ESTIMATOR_ALIASES = {"returns": ValueEstimators.TD1, "dae": ValueEstimators.TD0}
 
@@ -171,8 +172,8 @@ class OnPolicyLoss(DualLossModule):
     def _critic_value(self, tensordict: TensorDictBase) -> Tensor:
         """Present value of each state, ``[*B, 1]``."""
         inputs = tensordict.select(*self.critic_network.in_keys)
-        params, network = self.critic_network_params, self.critic_network
-        with params.to_module(network, preserve_module_state=False), self._precision_of_networks():
+        network = self.critic_network
+        with using(network, self.critic_network_params), self._precision_of_networks():
             value = full_precision(network(inputs).get(self.tensor_keys.value))
         shape = (*tensordict.shape, 1)
         if value.shape != shape:
