@@ -34,7 +34,12 @@ from tests.runs.tiny import content, make_run, nested, tiny_config
             r"there is no setting 'sead'. Did you mean seed\? Allowed: algo, preset,",
         ),
         ("mpo", "optim.lr_acto", 1e-3, "no setting 'optim.lr_acto'. Did you mean optim.lr_actor"),
-        ("mpo", "optim.xyz", 1, "no setting 'optim.xyz'. Allowed: optim.updates_per_frame, "),
+        (
+            "mpo",
+            "optim.xyz",
+            1,
+            "no setting 'optim.xyz'. Allowed: optim.optimizer, optim.momentum, ",
+        ),
         ("ppo", "replay_buffer.size", 10, "there is no setting 'replay_buffer'. "),
         (
             "vmpo",
