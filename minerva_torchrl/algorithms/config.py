@@ -5,6 +5,7 @@ What an algorithm adds, or does differently, is in its own file.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from inspect import Parameter, signature
@@ -215,15 +216,14 @@ class LoggerConfig:
 
 @dataclass(frozen=True)
 class CompileConfig:
-    """``torch.compile``, which takes up to a minute at first.
+    """``torch.compile``, which takes up to a minute at first."""
 
-    Small networks on a CPU gain nothing from it.
-    """
-
-    enabled: bool = False
-    """Compile the networks' heavy parts."""
+    enabled: bool | Literal["auto"] = "auto"
+    """Compile the losses and gradients of an update; ``auto`` does where a run is long enough for
+    it to pay and where there is a C++ compiler, and is stored as what it came to."""
     mode: Literal["default", "reduce-overhead", "max-autotune"] = "default"
-    """Mode of ``torch.compile``."""
+    """Mode of ``torch.compile``. ``max-autotune`` picks kernels by their speed, so that a run that
+    is resumed need not be the same to the last bit."""
 
 
 # All of them -------------------------------------------------------------------------------------
@@ -277,6 +277,17 @@ class RunConfig:
         share = interval * self.total_frames + 1e-6  # 1/150 of 300 are 2, whatever the rounding
         return max(1, int(share if interval < 1 else interval))
 
+    @property
+    def num_batches(self) -> int:
+        """Batches that the run collects."""
+        per_batch = self.collector.frames_per_batch * self.env.frame_skip
+        return math.ceil(self.total_frames / per_batch)
+
+    @property
+    def compilable_steps(self) -> int:
+        """Gradient steps of the run that ``compile`` applies to."""
+        return 0
+
     def problems(self) -> Iterator[str]:
         """What is impossible about these settings, one line each."""
         yield from not_positive(self, "total_frames", "num_threads", "max_skipped")
@@ -317,6 +328,8 @@ class RunConfig:
         yield from self._problems_with_scale()
         if not 0 <= self.optim.momentum < 1:
             yield f"optim.momentum must be at least 0 and below 1, got {self.optim.momentum}."
+        if self.compile.enabled is True and self.compilable_steps == 0:
+            yield "compile.enabled=true is for updates taken as a whole, which these are not."
         if self.env.num_workers < 0:
             yield f"env.num_workers must not be negative, got {self.env.num_workers}."
         elif self.env.num_workers > 1 and self.env.num_envs % self.env.num_workers:

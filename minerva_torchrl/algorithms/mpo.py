@@ -67,8 +67,7 @@ class MPONetworkConfig(NetworkConfig):
     """Networks with a LayerNorm-tanh first layer and ELU above."""
 
     init_scale: float = 0.5
-    """Initial standard deviation, for heads that start small. ``loss.epsilon_stddev`` lets it
-    change slowly."""
+    """``loss.epsilon_stddev`` lets it change slowly."""
     num_critics: int = 1
     """Critics in the ensemble."""
 
@@ -151,6 +150,12 @@ class MPOConfig(RunConfig):
         """Updates after each collected batch."""
         return round(self.optim.updates_per_frame * self.collector.frames_per_batch)
 
+    @property
+    def compilable_steps(self) -> int:
+        """All updates, unless they are taken in parts."""
+        whole = self.optim.num_policy_steps == 1 and self.optim.dual_order == "simultaneous"
+        return self.num_batches * self.updates_per_batch if whole else 0
+
     def problems(self) -> Iterator[str]:
         """What is impossible about these settings, one line each."""
         yield from super().problems()
@@ -210,13 +215,12 @@ class MPOConfig(RunConfig):
 
     def problems_with_episodes(self, steps: int | None) -> Iterator[str]:
         """What is impossible with episodes of so many actions at most (``None``: no limit)."""
-        for name in ("n_steps", "sequence_length"):
-            value = getattr(self.replay_buffer, name)
-            if steps is not None and value > steps > 0:
-                yield (
-                    f"replay_buffer.{name} must be at most the {steps} steps of an episode "
-                    f"(env.max_episode_steps, or the task's own limit), got {value}."
-                )
+        n_steps = self.replay_buffer.n_steps
+        if steps is not None and n_steps > steps > 0:
+            yield (
+                f"replay_buffer.n_steps must be at most the {steps} steps of an episode "
+                f"(env.max_episode_steps, or the task's own limit), got {n_steps}."
+            )
 
     def problems_of_new_run(self) -> Iterator[str]:
         """What makes no sense to begin with, though there may be such runs already."""
@@ -478,6 +482,7 @@ class MPO(Algorithm[MPOConfig]):
                 clip_critic=optim.clip_critic,
                 clip_actor=optim.clip_actor,
                 clip_dual=optim.clip_dual,
+                metrics_interval=self.config.updates_per_batch,
             ),
             replay_buffer=replay_buffer,
             target_net_updater=make_target_updater(

@@ -58,6 +58,12 @@ class PPOConfig(OnPolicyConfig):
     loss: PPOLossConfig = field(default_factory=PPOLossConfig)
     optim: PPOOptimConfig = field(default_factory=PPOOptimConfig)
 
+    @property
+    def compilable_steps(self) -> int:
+        """All minibatches of all epochs."""
+        minibatches = self.collector.frames_per_batch // max(1, self.optim.minibatch_size)
+        return self.num_batches * self.optim.num_epochs * minibatches
+
     def problems(self) -> Iterator[str]:
         """What is impossible about these settings, one line each."""
         yield from super().problems()

@@ -117,6 +117,12 @@ class VMPOConfig(OnPolicyConfig):
     loss: VMPOLossConfig = field(default_factory=VMPOLossConfig)
     optim: VMPOOptimConfig = field(default_factory=VMPOOptimConfig)
 
+    @property
+    def compilable_steps(self) -> int:
+        """All policy steps, unless the multipliers are stepped first."""
+        whole = self.optim.dual_order == "simultaneous"
+        return self.num_batches * self.optim.num_policy_steps if whole else 0
+
     def problems(self) -> Iterator[str]:
         """What is impossible about these settings, one line each."""
         yield from super().problems()

@@ -295,29 +295,41 @@ class MPOLoss(OffPolicyLoss):
             ``loss_alpha_*`` per constraint, with an action penalty ``loss_penalty_temperature``,
             and the detached 0-d metrics of ``out_keys``.
         """
-        data, metrics_e_step = self._with_e_step(tensordict)
-        e_step = data.get("e_step")
-        loss_qvalue, metrics_qvalue = self._qvalue_loss(data)
-        dist, cross_entropy, divergences = self._m_step(e_step)
-        loss_actor = self._actor_loss(data, cross_entropy, divergences)
+        return self._forward(tensordict, with_metrics=True)
+
+    def training_loss(self, tensordict: TensorDictBase) -> TensorDict:
+        """The losses of :meth:`forward` without the metrics, for updates that nobody looks at."""
+        return self._forward(tensordict, with_metrics=False)
+
+    def _forward(self, tensordict: TensorDictBase, *, with_metrics: bool) -> TensorDict:
+        data, metrics = self._with_e_step(tensordict, with_metrics)
+        loss_qvalue, td_error, metrics_qvalue = self._qvalue_loss(data, with_metrics)
+        m_step = self._m_step(data.get("e_step"))
+        constraint_losses = self._constraint_losses(m_step[-1], data.get("e_step").mask)
         losses = {
             "loss_qvalue": loss_qvalue,
-            "loss_actor": loss_actor,
-            **self._dual_losses(data, divergences),
+            "loss_actor": self._actor_loss(data, m_step[1], constraint_losses),
+            **self._dual_losses(data, constraint_losses),
         }
-        self.set_priority(tensordict, metrics_qvalue.pop("td_error"))
-        metrics_actor = self._actor_metrics(e_step, dist, cross_entropy, divergences)
-        metrics = {**metrics_e_step, **metrics_actor, **metrics_qvalue, **self.dual_values()}
+        self.set_priority(tensordict, td_error)
+        if with_metrics:
+            metrics |= self._actor_metrics(data.get("e_step"), *m_step)
+            metrics |= {**metrics_qvalue, **self.dual_values()}
         return self._output(losses, metrics, tensordict, loss_qvalue.shape)
 
     # The update in parts -------------------------------------------------------------------------
 
     @torch.no_grad()
-    def e_step(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, dict[str, Tensor]]:
+    def e_step(
+        self, tensordict: TensorDictBase, *, with_metrics: bool = True
+    ) -> tuple[TensorDictBase, dict[str, Tensor]]:
         """Evaluate the target networks: the critic's target, and the weighted candidates.
 
         Args:
             tensordict (TensorDictBase): as in :meth:`forward`.
+
+        Keyword Args:
+            with_metrics (bool): evaluate the metrics, too. Defaults to ``True``.
 
         Returns:
             The steps that are trained on, with the entries ``value_target`` and ``e_step``
@@ -340,10 +352,11 @@ class MPOLoss(OffPolicyLoss):
                     mask=self._gather(mask),
                 )
             weights, dual, kl = temperature.weigh(score, log_prior)
-            if name == MAIN_OBJECTIVE:
-                metrics |= _weight_metrics(weights, samples, mask)
-            shown = "q" if name == MAIN_OBJECTIVE else name
-            metrics[f"kl_{shown}_rel"] = masked_mean(kl, mask) / temperature.epsilon
+            if with_metrics:
+                if name == MAIN_OBJECTIVE:
+                    metrics |= _weight_metrics(weights, samples, mask)
+                shown = "q" if name == MAIN_OBJECTIVE else name
+                metrics[f"kl_{shown}_rel"] = masked_mean(kl, mask) / temperature.epsilon
             duals[name] = TensorDict({"dual": dual, "kl": kl}, batch_size=mask.shape)
             total_weights = total_weights + weights
         e_step = MPOEStep(
@@ -366,9 +379,9 @@ class MPOLoss(OffPolicyLoss):
         if data.get("e_step", None) is None:  # the target is all that is needed of it
             self._check_input(tensordict)
             data = self._with_target(tensordict, self._sample_next_states(tensordict)[-1])
-        loss, metrics = self._qvalue_loss(data)
-        self.set_priority(tensordict, metrics["td_error"])
-        return loss, metrics
+        loss, td_error, metrics = self._qvalue_loss(data)
+        self.set_priority(tensordict, td_error)
+        return loss, {"td_error": td_error, **metrics}
 
     def actor_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss of the policy with the present multipliers, and its metrics.
@@ -377,9 +390,11 @@ class MPOLoss(OffPolicyLoss):
             tensordict (TensorDictBase): as in :meth:`forward`, or what :meth:`e_step` returned.
         """
         data, metrics = self._with_e_step(tensordict)
-        m_step = self._m_step(data.get("e_step"))
-        metrics |= self._actor_metrics(data.get("e_step"), *m_step)
-        return self._actor_loss(data, *m_step[1:]), metrics
+        e_step = data.get("e_step")
+        m_step = self._m_step(e_step)
+        metrics |= self._actor_metrics(e_step, *m_step)
+        constraint_losses = self._constraint_losses(m_step[-1], e_step.mask)
+        return self._actor_loss(data, m_step[1], constraint_losses), metrics
 
     def dual_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
         """Sum of the losses of temperatures and multipliers, and each of them by name.
@@ -390,7 +405,9 @@ class MPOLoss(OffPolicyLoss):
         data, _ = self._with_e_step(tensordict)
         with torch.no_grad():  # no gradient of the duals goes to the policy
             divergences = self._m_step(data.get("e_step"))[-1]
-        losses = self._dual_losses(data, divergences)
+        losses = self._dual_losses(
+            data, self._constraint_losses(divergences, data.get("e_step").mask)
+        )
         return torch.stack(list(losses.values())).sum(0), losses
 
     # Parts ---------------------------------------------------------------------------------------
@@ -402,41 +419,42 @@ class MPOLoss(OffPolicyLoss):
         cross_entropy = self.policy.cross_entropy(new, e_step.old_policy, e_step.statistics)
         return dist, cross_entropy, self.policy.divergences(new, e_step.old_policy)
 
-    def _qvalue_loss(self, data: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
+    def _qvalue_loss(
+        self, data: TensorDictBase, with_metrics: bool = True
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Loss of the critic, error of each step ``[*B]``, and metrics."""
         q_value = self._online_value(data)
         target = data.get(self.tensor_keys.value_target).squeeze(-1)
         mask, weights = self._valid_mask(data), self._priority_weight(data)
         if mask is not None:  # left out before the loss: the gradient of a NaN is never zero
             target = torch.where(mask, target, q_value.detach()[0])
         loss = distance_loss(q_value, target.expand_as(q_value), self.loss_function).sum(0)
+        metrics = {}
         with torch.no_grad():
-            metrics = {
-                "td_error": (q_value - target).abs().amax(0),
-                "pred_value": masked_mean(q_value.mean(0), mask),
-                "target_value": masked_mean(target, mask),
-            }
-        return self._reduce(self.critic_coeff * loss, mask, weights), metrics
+            td_error = (q_value - target).abs().amax(0)
+            if with_metrics:
+                metrics["pred_value"] = masked_mean(q_value.mean(0), mask)
+                metrics["target_value"] = masked_mean(target, mask)
+        return self._reduce(self.critic_coeff * loss, mask, weights), td_error, metrics
 
     def _actor_loss(
-        self, data: TensorDictBase, cross_entropy: Tensor, divergences: dict[str, Tensor]
+        self,
+        data: TensorDictBase,
+        cross_entropy: Tensor,
+        constraint_losses: dict[str, tuple[Tensor, Tensor]],
     ) -> Tensor:
-        loss = cross_entropy
-        for name, constraint in self.constraints.items():
-            penalty, _ = constraint.losses(divergences[name])
-            loss = loss + penalty
-        return self._reduce_states(loss, data)
+        penalties = (penalty for penalty, _ in constraint_losses.values())
+        return self._reduce_states(sum(penalties, cross_entropy), data)
 
     def _dual_losses(
-        self, data: TensorDictBase, divergences: dict[str, Tensor]
+        self, data: TensorDictBase, constraint_losses: dict[str, tuple[Tensor, Tensor]]
     ) -> dict[str, Tensor]:
         of_states: dict[nn.Module, Tensor] = {}
         for name, temperature in self.temperatures.items():
             dual = data.get(("e_step", "duals", name))
             of_states[temperature] = temperature.loss(dual.get("dual"), dual.get("kl"))
         for name, constraint in self.constraints.items():
-            kl = divergences[name]
-            mean_kl = self._mean_kl(kl, data.get("e_step").mask)
-            of_states[constraint] = constraint.losses(kl, mean_kl)[1]
+            of_states[constraint] = constraint_losses[name][1]
         return {
             f"loss_{name}": self._reduce_states(of_states[dual], data)
             for name, dual in self.duals.items()

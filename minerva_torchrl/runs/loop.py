@@ -75,6 +75,10 @@ class TrainingLoop:
         self._trainer.register_op("post_optim_complete_log", self._after_updates)
         if run.callbacks and self._steps_are_seen:
             self._trainer.register_op("post_optim", self._after_update)
+            self._trainer.optimization_stepper.metrics_interval = 1  # they see every update
+        compiled = getattr(self._trainer.optimization_stepper, "compiled", None)
+        if compiled is not None:
+            compiled.announce = self._progress.write
         # The last hook of this stage: the one that gives the weights to the collector came before.
         self._trainer.register_op("post_steps", self._after_batch)
         if run.stop_reason is None:

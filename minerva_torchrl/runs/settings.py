@@ -43,7 +43,7 @@ _CHANGEABLE = ("total_frames", *_EXECUTION, "eval.video")
 # A section that may have settings of any name.
 _FREE_SECTION = "env.kwargs"
 # Settings that have no influence on what a run learns.
-_WITHOUT_INFLUENCE = (*_EXECUTION, "eval.", "run_dir", "resume", "trust")
+_WITHOUT_INFLUENCE = (*_EXECUTION, "compile.", "eval.", "run_dir", "resume", "trust")
 # What reading settings that nobody wrote on purpose ends in.
 _UNUSABLE = (
     YAMLError,
