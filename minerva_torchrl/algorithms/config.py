@@ -271,13 +271,6 @@ class RunConfig:
     optim: OptimConfig = field(default_factory=OptimConfig)
 
     @property
-    def frames_per_evaluation(self) -> int:
-        """Frames between two evaluations."""
-        interval = self.eval.interval
-        share = interval * self.total_frames + 1e-6  # 1/150 of 300 are 2, whatever the rounding
-        return max(1, int(share if interval < 1 else interval))
-
-    @property
     def num_batches(self) -> int:
         """Batches that the run collects."""
         per_batch = self.collector.frames_per_batch * self.env.frame_skip
@@ -287,6 +280,13 @@ class RunConfig:
     def compilable_steps(self) -> int:
         """Gradient steps of the run that ``compile`` applies to."""
         return 0
+
+    @property
+    def frames_per_evaluation(self) -> int:
+        """Frames between two evaluations."""
+        interval = self.eval.interval
+        share = interval * self.total_frames + 1e-6  # 1/150 of 300 are 2, whatever the rounding
+        return max(1, int(share if interval < 1 else interval))
 
     def problems(self) -> Iterator[str]:
         """What is impossible about these settings, one line each."""
@@ -325,11 +325,11 @@ class RunConfig:
                     f"network.{name} must have at least one layer, of at least one unit; "
                     f"got {list(sizes)}."
                 )
+        if self.compile.enabled is True and self.compilable_steps == 0:
+            yield "compile.enabled=true is for updates taken as a whole, which these are not."
         yield from self._problems_with_scale()
         if not 0 <= self.optim.momentum < 1:
             yield f"optim.momentum must be at least 0 and below 1, got {self.optim.momentum}."
-        if self.compile.enabled is True and self.compilable_steps == 0:
-            yield "compile.enabled=true is for updates taken as a whole, which these are not."
         if self.env.num_workers < 0:
             yield f"env.num_workers must not be negative, got {self.env.num_workers}."
         elif self.env.num_workers > 1 and self.env.num_envs % self.env.num_workers:

@@ -102,10 +102,10 @@ def assemble(config: RunConfig, parts: UserParts | None = None) -> Assembly:
         )
     except (ValueError, TypeError) as error:
         raise ConfigError([f"optim: {error}"]) from error
-    if isinstance(trainer.optimization_stepper, GuardedStepper):
-        trainer.optimization_stepper.reports_param_delta = config.logger.param_delta
     if resolve_compile(config)[0].compile.enabled:
         trainer.optimization_stepper.compiled = CompiledGradients(config.compile.mode)
+    if isinstance(trainer.optimization_stepper, GuardedStepper):
+        trainer.optimization_stepper.reports_param_delta = config.logger.param_delta
     return Assembly(env, collector, loss, trainer, replay_buffer)
 
 

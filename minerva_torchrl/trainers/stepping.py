@@ -118,6 +118,8 @@ class GuardedStepper(OptimizationStepper):
         parameters = [parameter.detach() for parameter in actor.parameters()]
         before = [parameter.clone() for parameter in parameters]
         metrics = self._update(learner, batch)
+        if metrics.is_empty():
+            return metrics
         change = torch._foreach_sub(parameters, before)
         return metrics.set("param_delta", nn.utils.get_total_norm(change))
 
