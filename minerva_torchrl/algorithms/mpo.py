@@ -67,8 +67,7 @@ class MPONetworkConfig(NetworkConfig):
     """Networks with a LayerNorm-tanh first layer and ELU above."""
 
     init_scale: float = 0.5
-    """Initial standard deviation, for heads that start small. ``loss.epsilon_stddev`` lets it
-    change slowly."""
+    """``loss.epsilon_stddev`` lets it change slowly."""
     num_critics: int = 1
     """Critics in the ensemble."""
 
