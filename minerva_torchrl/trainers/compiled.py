@@ -17,7 +17,7 @@ __all__ = ["CompiledGradients", "Evaluation", "clip_gradients", "sum_of_losses",
 class Evaluation(NamedTuple):
     """What the optimisers' steps need of a batch."""
 
-    losses: Mapping[str, Tensor]
+    losses: dict[str, Tensor]
     """Losses and metrics, detached."""
     gradients: Sequence[Tensor | None]
     """Gradients of all parameters, clipped."""
@@ -119,9 +119,7 @@ def _evaluate(
     losses = call(batch)
     total = sum_of_losses(losses)
     parameters = [parameter for group, _ in groups for parameter in group]
-    gradients: tuple[Tensor | None, ...] = torch.autograd.grad(
-        total, parameters, allow_unused=True
-    )
+    gradients: tuple[Tensor | None, ...] = torch.autograd.grad(total, parameters, allow_unused=True)
     finite, start = total.detach().isfinite(), 0
     for group, clip in groups:
         end = start + len(group)
@@ -135,7 +133,7 @@ def _evaluate(
 def clip_gradients(gradients: list[Tensor], clip: float | None) -> Tensor:
     """Scale gradients, in place, to a joint norm of at most ``clip``; returns their norm."""
     norm = nn.utils.get_total_norm(gradients)
-    if clip is not None:
+    if clip is not None and gradients:
         torch._foreach_mul_(gradients, (clip / (norm + 1e-6)).clamp(max=1.0))
     return norm
 
