@@ -21,6 +21,7 @@ import mpo_update
 import ppo_iteration
 import quick
 import replay
+import sb3
 import vmpo_update
 from mpo_floor import MPOFloor
 
@@ -235,6 +236,38 @@ def test_vmpo_agrees_with_its_floor(preset: str) -> None:
     assert all((old != new).any() for old, new in pairs)  # everything was trained
 
 
+def make_rlax_vmpo(
+    preset: str,
+) -> tuple[vmpo_update.RlaxVMPO, vmpo_update.VMPOFloor, dict[str, torch.Tensor]]:
+    """A pair in which every part of an update leaves its mark on the parameters."""
+    pytest.importorskip("rlax")
+    pytest.importorskip("optax")
+    loss, stepper = vmpo_update.make_ours(TINY_VMPO, preset)
+    floor = vmpo_update.make_floor(loss, stepper, preset)
+    for optimizer in (floor.optimizer_alpha, floor.optimizer_temperature):
+        optimizer.param_groups[0]["lr"] = 0.3
+    plain = vmpo_update.flat(vmpo_update.make_data(TINY_VMPO, loss.actor_network))
+    return vmpo_update.make_rlax(floor, plain), floor, plain
+
+
+@behind
+@pytest.mark.parametrize("preset", ["default", "minerva-seed"])
+def test_rlax_agrees_with_the_floor_of_vmpo(preset: str) -> None:
+    peer, floor, plain = make_rlax_vmpo(preset)
+    before = {part: peer.tensors(part) for part in ("policy", "critic", "duals")}
+    vmpo_update.check_rlax(peer, floor, plain)
+    for part, old in before.items():
+        new = peer.tensors(part)
+        assert all((new[name] != old[name]).any() for name in old)
+
+
+@behind
+def test_rlax_check_notices_another_rollout_of_vmpo() -> None:
+    peer, floor, plain = make_rlax_vmpo("default")
+    with pytest.raises(AssertionError, match="differs from the floor"):
+        vmpo_update.check_rlax(peer, floor, {**plain, "loc": plain["loc"] + 0.1})
+
+
 def test_vmpo_check_notices_another_batch() -> None:
     loss, stepper = vmpo_update.make_ours(TINY_VMPO, "default")
     floor = vmpo_update.make_floor(loss, stepper, "default")
@@ -401,6 +434,40 @@ def test_compiles_the_critic_if_asked_to(monkeypatch: pytest.MonkeyPatch) -> Non
     assert compiled == ["StateActionCritic"] * 2
 
 
+TINY_PEERS = sb3.Config(
+    name="InvertedPendulum-v5",
+    layers=(8,),
+    envs=2,
+    rollout=64,
+    epochs=2,
+    minibatch=16,
+    batch=8,
+    frames=50,
+    warmup=50,
+)
+
+
+@pytest.mark.parametrize(("algo", "updates"), [("ppo", 8), ("mpo", 25)])
+def test_training_of_ours_for_peers(algo: str, updates: int) -> None:
+    ours = sb3.Ours(TINY_PEERS, algo, compiled=False)
+    ours.train()
+    frames, before = ours.frames, ours.updates
+    ours.train()
+    assert ours.frames - frames == (64 if algo == "ppo" else 50)
+    assert ours.updates - before == updates
+
+
+@pytest.mark.parametrize("algo", ["ppo", "mpo"])
+def test_peers_take_as_many_updates(algo: str) -> None:
+    pytest.importorskip("stable_baselines3")
+    cases, peers = sb3.make_cases(TINY_PEERS, algo, {"": False})
+    peer = {"ppo": "stable-baselines3[PPO]", "mpo": "stable-baselines3[SAC]"}[algo]
+    assert peers == dict.fromkeys(cases, peer)
+    other = sb3.Theirs(replace(TINY_PEERS, minibatch=32, frames=70), algo)
+    with pytest.raises(AssertionError, match="frames and updates are"):
+        sb3.check_same_work(sb3.Ours(TINY_PEERS, algo, compiled=False), other)
+
+
 # Growth and the quick set ------------------------------------------------------------------------
 
 
@@ -411,12 +478,36 @@ def test_exponent() -> None:
 
 
 def test_growth_is_drawn(tmp_path: Path) -> None:
-    updates = growth.measure_updates((4, 8), (2, 3), (8,), rounds=1)
+    updates, none = growth.measure_updates((4, 8), (2, 3), (8,), rounds=1)
+    assert none == {}
     assert set(updates) == {(4, 2), (4, 3), (8, 2), (8, 3)}
     by_kind = growth.measure_replay(ENV, (1000, 2000), length=2, batch=4, rounds=1)
     assert all(set(by_size) == {1000, 2000} for by_size in by_kind.values())
-    growth.draw(updates, by_kind, tmp_path / "growth.png")
+    compiled = {(4, 3): updates[4, 3], (8, 3): updates[8, 3]}
+    growth.draw(updates, compiled, by_kind, tmp_path / "growth.png")
     assert (tmp_path / "growth.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_growth_of_a_run_that_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the compiler, which takes half a minute for each size."""
+    made: list[tuple[bool, int, int]] = []
+
+    def assemble(config):
+        made.append(
+            (
+                config.compile.enabled,
+                config.replay_buffer.batch_size,
+                config.loss.num_action_samples,
+            )
+        )
+        return end_to_end.assemble(replace(config, compile=replace(config.compile, enabled=False)))
+
+    monkeypatch.setattr(growth, "assemble", assemble)
+    cases = growth.compiled_cases(ENV, (4, 8), 3, (8,))
+    assert made == [(True, 4, 3), (True, 8, 3)]
+    assert list(cases) == [(4, 3), (8, 3)]
+    for case in cases.values():
+        case()
 
 
 def test_quick_set_names_scripts_that_exist() -> None:

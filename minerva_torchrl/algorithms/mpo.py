@@ -8,16 +8,18 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from tensordict.nn import ProbabilisticTensorDictSequential
-from torchrl.data import LazyTensorStorage, OneHot, SliceSampler, TensorDictReplayBuffer
+from torchrl.data import LazyTensorStorage, OneHot, TensorDictReplayBuffer
 from torchrl.envs import EnvBase
 from torchrl.objectives import ValueEstimators
 
 from minerva_torchrl.algorithms.common import (
     Algorithm,
     Preset,
-    adam,
     gaussian_actor,
+    gaussian_policy,
+    make_optimizer,
     single_specs,
+    torso_settings,
 )
 from minerva_torchrl.algorithms.config import (
     LossConfig,
@@ -26,10 +28,17 @@ from minerva_torchrl.algorithms.config import (
     RunConfig,
     arguments_of,
     not_positive,
+    out_of_range,
 )
-from minerva_torchrl.modules import DirectModule, GaussianPolicy, StateActionCritic
+from minerva_torchrl.modules import DirectModule, StateActionCritic
 from minerva_torchrl.objectives import MPOLoss
-from minerva_torchrl.trainers import MPOOptimizationStepper, MPOTrainer, make_target_updater
+from minerva_torchrl.trainers import (
+    MPOOptimizationStepper,
+    MPOTrainer,
+    SequenceSampler,
+    make_target_updater,
+)
+from minerva_torchrl.trainers.stepping import LRScaling
 
 __all__ = ["MPO", "MPOConfig"]
 
@@ -47,7 +56,8 @@ class ReplayBufferConfig:
     n_steps: int = 5
     """Steps that a transition spans."""
     sequence_length: int = 1
-    """Length of the sequences to draw, for ``td_lambda`` and ``retrace``; 1 draws transitions."""
+    """Length of the sequences to draw, for ``td_lambda`` and ``retrace``; 1 draws transitions.
+    Where an episode has fewer steps left, a sequence is padded."""
     warmup_frames: int = 1_000
     """Frames to collect before the first update."""
 
@@ -56,10 +66,10 @@ class ReplayBufferConfig:
 class MPONetworkConfig(NetworkConfig):
     """Networks with a LayerNorm-tanh first layer and ELU above."""
 
+    init_scale: float = 0.5
+    """``loss.epsilon_stddev`` lets it change slowly."""
     num_critics: int = 1
     """Critics in the ensemble."""
-    init_scale: float = 0.5
-    """Initial standard deviation of the policy. ``loss.epsilon_stddev`` lets it change slowly."""
 
 
 @arguments_of(MPOLoss)
@@ -85,10 +95,14 @@ class MPOLossConfig(LossConfig):
     init_alpha_stddev: float = MPOLoss.default_constraints["stddev"][1]
     init_penalty_temperature: float
     temperature_update: Literal["gradient", "solve"]
+    alpha_update: Literal["gradient", "relative"]
     policy_states: Literal["next", "current", "both"]
     sequence_steps: Literal["all", "first"]
     qvalue_reduction: Literal["min", "mean"]
     loss_function: Literal["l2", "l1", "smooth_l1"]
+    critic_coeff: float
+    truncation_is_terminal: bool = False
+    """Let the return end at a time limit, which makes it wrong. The reference agent does so."""
 
 
 @arguments_of(MPOOptimizationStepper)
@@ -106,13 +120,16 @@ class MPOOptimConfig(OptimConfig):
     lr_temperature: float | None = None
     """That of the temperatures, if it differs."""
     adam_eps: float = 1e-8
-    """Adam's constant in the denominator."""
+    """Adam's constant in the denominator. Gradients of dual variables can be small."""
     target_period: int | None = 100
     """Updates between two copies to the target networks; null if ``target_tau`` is set."""
+    target_period_actor: int | None = None
+    """That of the policy, if it differs."""
     target_tau: float | None = None
     """Moving average of the target networks instead."""
     num_policy_steps: int
     dual_order: Literal["simultaneous", "dual_first"]
+    lr_scaling: LRScaling | None
     clip_critic: float | None
     clip_actor: float | None
     clip_dual: float | None
@@ -144,15 +161,15 @@ class MPOConfig(RunConfig):
         yield from super().problems()
         yield from not_positive(self, "replay_buffer.size", "replay_buffer.batch_size")
         yield from not_positive(self, "replay_buffer.n_steps", "replay_buffer.sequence_length")
-        yield from not_positive(self, "optim.updates_per_frame")
-        yield from not_positive(self, "network.num_critics", "network.init_scale")
+        yield from not_positive(self, "optim.updates_per_frame", "network.num_critics")
+        yield from out_of_range(self, 1_000, "optim.updates_per_frame")
+        yield from out_of_range(self, 1.0, "optim.target_tau")
         yield from self._problems_with_sequences()
         buffer = self.replay_buffer
-        if buffer.size < buffer.batch_size * buffer.sequence_length:
+        if buffer.size < buffer.batch_size:
             yield (
-                "replay_buffer.size must be at least replay_buffer.batch_size times "
-                f"replay_buffer.sequence_length, got {buffer.size} and {buffer.batch_size} times "
-                f"{buffer.sequence_length}."
+                "replay_buffer.size must be at least replay_buffer.batch_size, got "
+                f"{buffer.size} and {buffer.batch_size}."
             )
         if buffer.size < self.collector.frames_per_batch:
             yield (
@@ -166,7 +183,12 @@ class MPOConfig(RunConfig):
                 "exactly one of optim.target_period and optim.target_tau must be set, the other "
                 f"null; got {self.optim.target_period} and {self.optim.target_tau}."
             )
-        if self.updates_per_batch < 1:
+        if self.optim.target_tau is not None and self.optim.target_period_actor is not None:
+            yield (
+                "optim.target_period_actor is for copies (optim.target_period), and must be null "
+                f"with optim.target_tau; got {self.optim.target_period_actor}."
+            )
+        if self.optim.updates_per_frame * self.collector.frames_per_batch <= 0.5:
             yield (
                 "optim.updates_per_frame times collector.frames_per_batch must be at least one "
                 f"update, got {self.optim.updates_per_frame} times "
@@ -190,19 +212,45 @@ class MPOConfig(RunConfig):
                 "replay_buffer.n_steps must be 1 for sequences (replay_buffer.sequence_length="
                 f"{length}), got {self.replay_buffer.n_steps}."
             )
-        if length > (self.env.max_episode_steps or math.inf):
+
+    def problems_with_episodes(self, steps: int | None) -> Iterator[str]:
+        """What is impossible with episodes of so many actions at most (``None``: no limit)."""
+        n_steps = self.replay_buffer.n_steps
+        if steps is not None and n_steps > steps > 0:
             yield (
-                "replay_buffer.sequence_length must be at most env.max_episode_steps, got "
-                f"{length} and {self.env.max_episode_steps}."
+                f"replay_buffer.n_steps must be at most the {steps} steps of an episode "
+                f"(env.max_episode_steps, or the task's own limit), got {n_steps}."
             )
-        steps = self.collector.frames_per_batch // max(self.env.num_envs, 1)
-        if self.env.num_envs > 1 and length > steps:
+
+    def problems_of_new_run(self) -> Iterator[str]:
+        """What makes no sense to begin with, though there may be such runs already."""
+        yield from super().problems_of_new_run()
+        warmup = self.replay_buffer.warmup_frames
+        if self.total_frames < warmup:
             yield (
-                f"replay_buffer.sequence_length must be at most the {steps} steps that each of "
-                f"env.num_envs={self.env.num_envs} environments makes in a batch "
-                "(collector.frames_per_batch / env.num_envs), because sequences do not go from one "
-                f"batch to the next; got {length}."
+                "total_frames must be at least replay_buffer.warmup_frames, before which nothing "
+                f"is learned; got {self.total_frames} and {warmup}."
             )
+
+    def memory(self, observation_size: int, action_size: int) -> Iterator[tuple[str, float]]:
+        """What needs much memory, and about how many bytes."""
+        yield from super().memory(observation_size, action_size)
+        buffer, critics = self.replay_buffer, self.network.num_critics
+        step = 4.0 * (2 * observation_size + action_size + 8)
+        yield f"replay_buffer.size={_short(buffer.size)}", step * buffer.size
+        states = float(buffer.batch_size) * buffer.sequence_length
+        samples = states * self.loss.num_action_samples
+        # What is kept of a layer for its gradient, and as much while it is computed.
+        widths = float(sum(self.network.critic_sizes) + action_size)
+        yield (
+            f"replay_buffer.batch_size={_short(buffer.batch_size)} with loss.num_action_samples="
+            f"{_short(self.loss.num_action_samples)}",
+            8 * samples * widths * critics + 2 * step * states,
+        )
+
+
+def _short(number: int) -> str:
+    return str(number) if number < 10**15 else f"{float(number):.3g}"
 
 
 # Presets -----------------------------------------------------------------------------------------
@@ -214,7 +262,7 @@ PRESETS = {
             "the reference agent (Minerva): policy trained at the current states with samples of "
             "its own, one bound for mean and standard deviation, no action penalty, only the first "
             "step of a sequence, multipliers stepped before the policy, gradients clipped at one "
-            "everywhere"
+            "everywhere, an exponential for the standard deviation, a time limit as the end"
         ),
         loss={
             "policy_states": "current",
@@ -233,13 +281,23 @@ PRESETS = {
             "clip_critic": 1.0,
             "clip_actor": 1.0,
             "clip_dual": 1.0,
+            "lr_scaling": "1/M",
         },
         adam={"eps": 1e-5},
         run={
+            "eval": {"interval": 1 / 150, "episodes": 50},
             "collector": {"frames_per_batch": 50},
             "replay_buffer": {"batch_size": 256, "n_steps": 1, "warmup_frames": 10_000},
-            "network": {"actor_sizes": [512, 256], "critic_sizes": [512, 256], "init_scale": 1.0},
-            "loss": {"gamma": 0.98},
+            "network": {
+                "actor_sizes": [512, 256],
+                "critic_sizes": [512, 256],
+                "initializer": "kaiming_mean",
+                "scale": "exp",
+                "init_scale": 1.0,
+                "min_scale": math.exp(-20),
+                "max_scale": math.exp(2),
+            },
+            "loss": {"gamma": 0.98, "truncation_is_terminal": True},
             "optim": {
                 "updates_per_frame": 1.0,
                 "lr_actor": 1e-4,
@@ -253,7 +311,8 @@ PRESETS = {
     "acme": Preset(
         description=(
             "Acme's TensorFlow agent: policy trained at the next states with the samples of the "
-            "critic's target, a large initial temperature, an update for every eight frames"
+            "critic's target, a large initial temperature, an update for every eight frames. "
+            "Unlike there, the online policy acts, not its target"
         ),
         loss={
             "epsilon": 0.1,
@@ -267,14 +326,17 @@ PRESETS = {
             "num_action_samples": 20,
             "action_penalization": True,
             "policy_states": "next",
+            "critic_coeff": 0.5,
         },
         run={
-            "collector": {"frames_per_batch": 80},
+            "collector": {"frames_per_batch": 8},
             "replay_buffer": {"batch_size": 256, "n_steps": 5, "warmup_frames": 1_000},
             "network": {
                 "actor_sizes": [256, 256, 256],
                 "critic_sizes": [512, 512, 256],
+                "initializer": "fan_out",
                 "init_scale": 0.7,
+                "min_scale": 1e-6,
             },
             "loss": {"gamma": 0.99},
             "optim": {
@@ -289,8 +351,10 @@ PRESETS = {
     "tonic": Preset(
         description=(
             "tonic: policy trained at the current states with samples of its own, targets as a "
-            "moving average, no clipping of gradients. Its networks are kept in size only: there "
-            "they are ReLU networks with a tanh mean and normalised observations"
+            "moving average, no clipping of gradients, ReLU networks with a tanh mean. Unlike "
+            "there, the critic sees actions clipped to their bounds, stored observations stay "
+            "normalised with the statistics of their time, and 1e-4 is added to the standard "
+            "deviation instead of being its smallest value"
         ),
         loss={
             "epsilon": 0.1,
@@ -309,7 +373,17 @@ PRESETS = {
         run={
             "collector": {"frames_per_batch": 50},
             "replay_buffer": {"batch_size": 100, "n_steps": 5, "warmup_frames": 10_000},
-            "network": {"actor_sizes": [256, 256], "critic_sizes": [256, 256], "init_scale": 0.7},
+            "env": {"observation_norm": True},
+            "network": {
+                "actor_sizes": [256, 256],
+                "critic_sizes": [256, 256],
+                "activation": "relu",
+                "layer_norm": False,
+                "initializer": "pytorch",
+                "tanh_mean": True,
+                "init_scale": math.log(2),
+                "max_scale": 1.0,
+            },
             "loss": {"gamma": 0.99},
             "optim": {
                 "updates_per_frame": 1.0,
@@ -344,23 +418,28 @@ class MPO(Algorithm[MPOConfig]):
                 f"MPO is for continuous actions, and those of {self.config.env.name} are discrete. "
                 "Use V-MPO or PPO."
             )
-        action_dim, sizes = action_spec.shape[-1], self.config.network
-        policy = GaussianPolicy(obs_dim, action_dim, sizes.actor_sizes, init_scale=sizes.init_scale)
+        action_dim, network = action_spec.shape[-1], self.config.network
+        policy = gaussian_policy(obs_dim, action_spec, network)
         critics = [
             DirectModule(
-                StateActionCritic(obs_dim, action_dim, sizes.critic_sizes),
+                StateActionCritic(
+                    obs_dim, action_dim, network.critic_sizes, **torso_settings(network)
+                ),
                 in_keys=["observation", "action"],
                 out_keys=["state_action_value"],
             )
-            for _ in range(sizes.num_critics)
+            for _ in range(network.num_critics)
         ]
-        return gaussian_actor(policy, action_spec), critics
+        return gaussian_actor(policy, action_spec, network.policy), critics
 
     def make_loss(self, actor: ProbabilisticTensorDictSequential, critic: Any) -> MPOLoss:
         """The loss of a policy and one or several critics."""
         arguments = dict(vars(self.config.loss))
         gamma, estimator, lmbda = (arguments.pop(k) for k in ("gamma", "value_estimator", "lmbda"))
+        truncation_is_terminal = arguments.pop("truncation_is_terminal")
         loss = MPOLoss(actor, critic, **arguments)
+        if truncation_is_terminal:
+            loss.set_keys(terminated=loss.tensor_keys.done)
         if estimator == "td0":
             return loss.make_value_estimator(gamma=gamma)
         kind = "retrace" if estimator == "retrace" else ValueEstimators.TDLambda
@@ -369,19 +448,15 @@ class MPO(Algorithm[MPOConfig]):
     def make_replay_buffer(self) -> TensorDictReplayBuffer:
         """A buffer that draws transitions, or sequences of one episode each."""
         settings = self.config.replay_buffer
-        length = settings.sequence_length
         sampler = None
-        if length > 1:
-            sampler = SliceSampler(
-                slice_len=length,
-                traj_key=("collector", "traj_ids"),
-                strict_length=True,
-                cache_values=True,
+        if settings.sequence_length > 1:
+            sampler = SequenceSampler(
+                settings.sequence_length, sequence_steps=self.config.loss.sequence_steps
             )
         return TensorDictReplayBuffer(
             storage=LazyTensorStorage(settings.size),
             sampler=sampler,
-            batch_size=settings.batch_size * length,
+            batch_size=settings.batch_size,
         )
 
     def make_trainer(
@@ -389,13 +464,21 @@ class MPO(Algorithm[MPOConfig]):
     ) -> MPOTrainer:
         """The trainer, with an optimiser each for critic, policy and dual variables."""
         optim, buffer = self.config.optim, self.config.replay_buffer
+        lr_temperature = optim.lr_dual if optim.lr_temperature is None else optim.lr_temperature
+        groups: list[dict[str, Any]] = [
+            {"critic": (loss.qvalue_network_params.parameters(), optim.lr_critic)},
+            {"actor": (loss.actor_network_params.parameters(), optim.lr_actor)},
+            {
+                "temperature": (loss.temperature_parameters(), lr_temperature),
+                "alpha": (loss.alpha_parameters(), optim.lr_dual),
+            },
+        ]
         return MPOTrainer(
             optimization_stepper=MPOOptimizationStepper(
-                adam(loss.qvalue_network_params.parameters(), optim.lr_critic, optim.adam_eps),
-                adam(loss.actor_network_params.parameters(), optim.lr_actor, optim.adam_eps),
-                adam(self._dual_groups(loss), optim.lr_dual, optim.adam_eps),
+                *(make_optimizer(group, optim, eps=optim.adam_eps) for group in groups),
                 num_policy_steps=optim.num_policy_steps,
                 dual_order=optim.dual_order,
+                lr_scaling=optim.lr_scaling,
                 clip_critic=optim.clip_critic,
                 clip_actor=optim.clip_actor,
                 clip_dual=optim.clip_dual,
@@ -403,22 +486,15 @@ class MPO(Algorithm[MPOConfig]):
             ),
             replay_buffer=replay_buffer,
             target_net_updater=make_target_updater(
-                loss, period=optim.target_period, tau=optim.target_tau
+                loss,
+                period=optim.target_period,
+                tau=optim.target_tau,
+                actor_period=optim.target_period_actor,
             ),
             optim_steps_per_batch=self.config.updates_per_batch,
             warmup_frames=buffer.warmup_frames,
             n_steps=buffer.n_steps,
-            sequence_length=buffer.sequence_length,
             gamma=self.config.loss.gamma,
             max_skipped=self.config.max_skipped,
             **arguments,
         )
-
-    def _dual_groups(self, loss: MPOLoss) -> list[dict[str, Any]]:
-        """Temperatures and multipliers, which may have different learning rates."""
-        optim = self.config.optim
-        lr_temperature = optim.lr_dual if optim.lr_temperature is None else optim.lr_temperature
-        return [
-            {"params": loss.temperature_parameters(), "lr": lr_temperature},
-            {"params": loss.alpha_parameters()},
-        ]

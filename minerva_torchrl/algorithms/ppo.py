@@ -10,8 +10,8 @@ from tensordict.nn import ProbabilisticTensorDictSequential
 from torchrl.objectives import ClipPPOLoss
 from torchrl.trainers import Trainer
 
-from minerva_torchrl.algorithms.common import Preset, adam
-from minerva_torchrl.algorithms.config import LossConfig, OptimConfig, arguments_of, not_positive
+from minerva_torchrl.algorithms.common import Preset, make_optimizer
+from minerva_torchrl.algorithms.config import LossConfig, OptimConfig, arguments_of, out_of_range
 from minerva_torchrl.algorithms.on_policy import OnPolicyAlgorithm, OnPolicyConfig
 from minerva_torchrl.modules import DirectClipPPOLoss
 from minerva_torchrl.objectives import make_ppo_loss
@@ -44,8 +44,6 @@ class PPOOptimConfig(OptimConfig):
     """Learning rate."""
     anneal_lr: bool = True
     """Let the learning rate fall linearly to zero over ``total_frames``."""
-    adam_eps: float = 1e-5
-    """Adam's constant in the denominator."""
     num_epochs: int
     minibatch_size: int
     clip: float | None
@@ -69,7 +67,9 @@ class PPOConfig(OnPolicyConfig):
     def problems(self) -> Iterator[str]:
         """What is impossible about these settings, one line each."""
         yield from super().problems()
-        yield from not_positive(self, "optim.num_epochs", "optim.minibatch_size")
+        yield from out_of_range(self, 1e6, "loss.value_coeff", "loss.entropy_coeff", least=0)
+        if not 0 < self.loss.clip_epsilon < 1:
+            yield f"loss.clip_epsilon must be between 0 and 1, got {self.loss.clip_epsilon}."
         frames, minibatch = self.collector.frames_per_batch, self.optim.minibatch_size
         if minibatch > 0 and frames % minibatch:
             yield (
@@ -88,13 +88,19 @@ PRESETS = {
     "minerva-seed": Preset(
         description=(
             "the reference agent (Minerva), which among other things ends the return at a time "
-            "limit"
+            "limit, and scales rewards with a discount of its own"
         ),
         loss={"gamma": 0.98, "lmbda": 0.92, "truncation_is_terminal": True},
         adam={"eps": 1e-5},
         run={
+            "deterministic": True,
+            "eval": {"interval": 1 / 150, "episodes": 50},
             "collector": {"frames_per_batch": 2048},
-            "env": {"num_envs": 1},
+            "env": {
+                "num_envs": 1,
+                "reward_scaling_gamma": 0.99,
+                "reward_scaling_reset": "termination",
+            },
             "network": {"actor_sizes": [512, 256], "critic_sizes": [512, 256], "init_scale": 1.0},
             "optim": {"lr": 2e-4, "minibatch_size": 32},
         },
@@ -119,7 +125,7 @@ class PPO(OnPolicyAlgorithm[PPOConfig]):
     def make_trainer(self, loss: ClipPPOLoss, replay_buffer: None, **arguments: Any) -> Trainer:
         """The trainer, with one optimiser for both networks."""
         optim = self.config.optim
-        optimizer = adam(loss.parameters(), optim.lr, optim.adam_eps)
+        optimizer = make_optimizer({"": (loss.parameters(), optim.lr)}, optim, eps=optim.adam_eps)
         return make_ppo_trainer(
             optimization_stepper=PPOOptimizationStepper(
                 optimizer,

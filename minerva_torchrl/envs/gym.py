@@ -32,6 +32,7 @@ from minerva_torchrl.envs.batched import (
     copy_seeds,
 )
 from minerva_torchrl.envs.torchrl_env import TorchRLAsGymnasium
+from minerva_torchrl.text import one_line
 
 __all__ = ["GymnasiumEnv", "gymnasium_names"]
 
@@ -81,8 +82,11 @@ class GymnasiumEnv(BatchedEnv):
         seed (int, optional): seed of the first copy; the others follow from it. Each is used in a
             copy's first reset. Without it every environment is different.
         device (torch.device, optional): device of the data.
+        max_skipped (int): steps in a row that may not be finite. Defaults to ``10``.
         categorical_actions (bool): represent discrete actions by their numbers and not one-hot.
             Defaults to ``False``.
+        canonical_actions (bool): continuous actions are between -1 and 1 in the data, whatever the
+            bounds of the environment. Defaults to ``False``.
         wrappers (sequence of callables): Gymnasium wrappers that go around each copy, the innermost
             first. Defaults to none.
         **make_kwargs: go to :func:`gymnasium.make`, for example ``max_episode_steps``, or to the
@@ -110,13 +114,15 @@ class GymnasiumEnv(BatchedEnv):
         frame_skip: int = 1,
         seed: int | None = None,
         device: torch.device | str | None = None,
+        max_skipped: int = 10,
         categorical_actions: bool = False,
+        canonical_actions: bool = False,
         wrappers: Sequence[Callable[[GymEnv], GymEnv]] = (),
         **make_kwargs: Any,
     ) -> None:
         seeds = copy_seeds(seed, num_envs)
         envs = [_wrap(_make(name, make_kwargs), wrappers) for _ in seeds]
-        actions = _make_actions(envs[0].action_space, categorical_actions)
+        actions = _make_actions(envs[0].action_space, categorical_actions, canonical_actions)
         layout = {keys: box.shape for keys, box in _boxes(envs[0].observation_space)}
         simulators = [_GymnasiumCopy(env, seed) for env, seed in zip(envs, seeds, strict=True)]
         super().__init__(
@@ -126,8 +132,16 @@ class GymnasiumEnv(BatchedEnv):
             num_envs=num_envs,
             frame_skip=frame_skip,
             device=device,
+            title=f"gym:{name}" if isinstance(name, str) else _title(name),
+            max_skipped=max_skipped,
         )
         self.name = name
+
+
+def _title(make: Callable[..., Any]) -> str:
+    """The name of what makes an environment."""
+    make = getattr(make, "func", make)  # of a partial
+    return f"{make.__module__}:{getattr(make, '__qualname__', type(make).__qualname__)}"
 
 
 # Spaces ------------------------------------------------------------------------------------------
@@ -158,11 +172,11 @@ def _is_image(box: spaces.Box) -> bool:
     return sum(marks) >= 2
 
 
-def _make_actions(space: spaces.Space[Any], categorical: bool) -> Actions:
+def _make_actions(space: spaces.Space[Any], categorical: bool, canonical: bool) -> Actions:
     if isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating):
         if categorical:
             raise ValueError(f"categorical_actions needs discrete actions, got {space}.")
-        return BoxActions(space.low, space.high)
+        return BoxActions(space.low, space.high, canonical=canonical)
     if isinstance(space, spaces.Discrete):
         return _DiscreteActions(space, categorical)
     raise ValueError(f"actions must be in a Box of floats or Discrete, got {space}.")
@@ -199,16 +213,18 @@ def _make(name: str | Callable[..., Any], kwargs: dict[str, Any]) -> GymEnv:
         return env
     try:
         return gymnasium.make(name, **{"disable_env_checker": True, **kwargs})
-    except gymnasium.error.Error as error:
+    except Exception as error:  # of many classes: packages that are missing, wrong arguments
         unknown = (gymnasium.error.UnregisteredEnv, gymnasium.error.DeprecatedEnv)
         if isinstance(error, unknown) or "Malformed environment ID" in str(error):
             raise unknown_name("Gymnasium environment", name, gymnasium_names()) from error
-        raise
-    except ModuleNotFoundError as error:
         module = name.partition(":")[0]
-        if ":" in name and error.name in (None, module):
+        missing = error.name if isinstance(error, ModuleNotFoundError) else ""
+        if ":" in name and missing in (None, module):
             raise ValueError(f"there is no module {module!r} to import for {name!r}.") from error
-        raise
+        if isinstance(error, TypeError) and kwargs:
+            raise  # one of them is wrong
+        kind = type(error).__name__
+        raise ValueError(f"{name} can't be made here ({kind}: {one_line(error)})") from error
 
 
 def _wrap(env: GymEnv, wrappers: Sequence[Callable[[GymEnv], GymEnv]]) -> GymEnv:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from difflib import get_close_matches
+from typing import Any, Literal, TypeVar
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
@@ -14,7 +17,7 @@ from torch import distributed as dist
 from torch import distributions as D
 from torch.utils.hooks import RemovableHandle
 from torchrl.objectives.common import LossModule
-from torchrl.objectives.utils import dispatch_value_estimator
+from torchrl.objectives.utils import ValueEstimators, dispatch_value_estimator
 from typing_extensions import Self
 
 from minerva_torchrl.objectives.checks import check_choice, check_positive
@@ -22,10 +25,37 @@ from minerva_torchrl.objectives.duals import Constraint, DualVariable, Temperatu
 from minerva_torchrl.objectives.specs import keys_without
 from minerva_torchrl.objectives.swapping import using
 
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 _REDUCTIONS = ("mean", "sum", "none")
 _ESTIMATOR_PREFIX = "_value_estimator."
 # The objective that every loss has. Its temperature and bound go by the shortest names.
 MAIN_OBJECTIVE = "value"
+
+
+def in_full_precision(method: _Method) -> _Method:
+    """Make a method of a loss evaluate its equations in float32 under autocast.
+
+    Only the networks run in the lower precision. What they return is float32 from there on.
+    """
+
+    @functools.wraps(method)
+    def wrapped(self: DualLossModule, *args: Any, **kwargs: Any) -> Any:
+        device = self._device_type
+        if device == "meta" or not torch.is_autocast_enabled(device):
+            return method(self, *args, **kwargs)
+        self._network_dtype = torch.get_autocast_dtype(device)
+        try:
+            with torch.autocast(device, enabled=False):
+                return method(self, *args, **kwargs)
+        finally:
+            self._network_dtype = None
+
+    return wrapped  # type: ignore[return-value]
+
+
+def full_precision(x: Tensor) -> Tensor:
+    """A tensor of half precision in float32, any other as it is."""
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 class DualLossModule(LossModule):
@@ -43,6 +73,9 @@ class DualLossModule(LossModule):
     actor_network: ProbabilisticTensorDictSequential
     actor_network_params: TensorDictParams
     target_actor_network_params: TensorDictParams
+
+    _network_dtype: torch.dtype | None = None
+    """Precision of the networks under autocast, while a method is in full precision."""
 
     process_group: dist.ProcessGroup | None = None
     """Processes that hold parts of one batch: means, counts and solved duals are those of all.
@@ -95,33 +128,36 @@ class DualLossModule(LossModule):
 
     def _add_constraints(
         self,
-        names: Iterable[str],
-        shape: tuple[int, ...],
+        kinds: Mapping[str, tuple[str, tuple[int, ...]]],
         given: Mapping[str, tuple[float | None, float | None]],
         defaults: Mapping[str, tuple[float, float]],
+        alpha_update: str,
     ) -> None:
         """Give every constraint of the policy its bound and its multiplier.
 
-        ``given`` and ``defaults`` have the bound and the initial multiplier by constraint.
+        ``kinds`` has what is constrained and the shape by constraint, as the policy's family says.
+        ``given`` and ``defaults`` have the bound and the initial multiplier by what is constrained.
         """
-        names = tuple(names)
+        check_choice("alpha_update", alpha_update, ("gradient", "relative"))
+        self.alpha_update, relative = alpha_update, alpha_update == "relative"
+        constrained = {kind for kind, _ in kinds.values()}
         for name, values in given.items():
             for argument, value in zip(
                 (f"epsilon_{name}", f"init_alpha_{name}"), values, strict=True
             ):
-                if name not in names and value is not None:
+                if name not in constrained and value is not None:
                     raise ValueError(
                         f"{argument} does not apply to a policy whose constraints are "
-                        f"{', '.join(names)}; got {value}."
+                        f"{', '.join(kinds)}; got {value}."
                     )
-        for name in names:
+        for name, (kind, shape) in kinds.items():
             epsilon, init = (
                 default if value is None else value
-                for value, default in zip(given[name], defaults[name], strict=True)
+                for value, default in zip(given[kind], defaults[kind], strict=True)
             )
-            check_positive(f"epsilon_{name}", epsilon)
-            check_positive(f"init_alpha_{name}", init)
-            self.constraints[name] = Constraint(init, epsilon, shape)
+            check_positive(f"epsilon_{kind}", epsilon)
+            check_positive(f"init_alpha_{kind}", init)
+            self.constraints[name] = Constraint(init, epsilon, shape, relative=relative)
             self._register_dual(f"alpha_{name}", f"epsilon_{name}", self.constraints[name])
 
     def _register_dual(self, name: str, bound: str, dual: Temperature | Constraint) -> None:
@@ -248,6 +284,8 @@ class DualLossModule(LossModule):
         self, value_type: Any, value_network: TensorDictModule | None, /, **hyperparams: Any
     ) -> Self:
         """Build a supported estimator around ``value_network`` and tell it the loss's keys."""
+        if isinstance(value_type, str):
+            value_type = self._estimator_name(value_type)
         value_type, hyperparams = self._prepare_value_estimator_kwargs(value_type, **hyperparams)
         if value_type is not None:  # otherwise an estimator or its class was given
             hyperparams.setdefault("device", self._default_device)
@@ -261,7 +299,25 @@ class DualLossModule(LossModule):
         self._forward_value_estimator_keys()
         return self
 
+    def _estimator_name(self, name: str) -> str:
+        names = [getattr(kind, "name", kind).lower() for kind in self.SUPPORTED_VALUE_ESTIMATORS]
+        plain = name.lower().replace("_", "")
+        # TorchRL says of those that are not supported here which ones are.
+        if plain in names or plain in {kind.name.lower() for kind in ValueEstimators}:
+            return plain
+        close = get_close_matches(plain, names, 1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise ValueError(
+            f"{type(self).__name__} has no value estimator {name!r}.{hint} Allowed: "
+            f"{', '.join(map(repr, names))}, an estimator class or an estimator."
+        )
+
     def _check_keys(self, tensordict: TensorDictBase, keys: Iterable[NestedKey]) -> None:
+        if 0 in tensordict.shape:
+            raise ValueError(
+                f"{type(self).__name__} needs data of at least one step, got an empty batch of "
+                f"shape {tuple(tensordict.shape)}."
+            )
         missing = [key for key in keys if tensordict.get(key, None) is None]
         if missing:
             present = sorted(str(key) for key in tensordict.keys(True, True))
@@ -287,15 +343,33 @@ class DualLossModule(LossModule):
         return self.e_step(tensordict, with_metrics=with_metrics)
 
     def _constraint_losses(
-        self, divergences: dict[str, Tensor]
+        self, divergences: dict[str, Tensor], mask: Tensor | None
     ) -> dict[str, tuple[Tensor, Tensor]]:
         """By constraint, the penalty on the policy and the loss of the multiplier, ``[*B]``."""
-        return {name: dual.losses(divergences[name]) for name, dual in self.constraints.items()}
+        return {
+            name: dual.losses(divergences[name], self._mean_kl(divergences[name], mask))
+            for name, dual in self.constraints.items()
+        }
 
     def _dist(self, states: TensorDictBase, params: TensorDictParams) -> D.Distribution:
         """The policy with some parameters at some states."""
-        with using(self.actor_network, params):
-            return self.actor_network.get_dist(states.select(*self._actor_in_keys))
+        inputs, network = states.select(*self._actor_in_keys), self.actor_network
+        with using(network, params):
+            if self._network_dtype is None:
+                return network.get_dist(inputs)
+            with self._precision_of_networks():
+                parameters: Any = network.get_dist_params(inputs)
+            return network.build_dist_from_params(parameters.apply(full_precision))
+
+    def _precision_of_networks(self) -> AbstractContextManager[Any]:
+        """Autocast as it was before the equations switched it off."""
+        if self._network_dtype is None:
+            return nullcontext()
+        return torch.autocast(self._device_type, self._network_dtype)
+
+    @property
+    def _device_type(self) -> str:
+        return next(self.parameters()).device.type
 
     # Reduction -----------------------------------------------------------------------------------
 
@@ -348,6 +422,16 @@ class DualLossModule(LossModule):
         count = torch.as_tensor(count, dtype=loss.dtype, device=loss.device)
         total = self._total(count)
         return count * size / torch.where(total > 0, total, 1.0)
+
+    def _mean_kl(self, kl: Tensor, mask: Tensor | None) -> Tensor | None:
+        """Mean divergence per dimension over the states of all processes, if multipliers use it."""
+        if self.alpha_update != "relative":
+            return None
+        kl = kl.detach().flatten(0, -2)
+        mask = torch.ones_like(kl[:, :1]) if mask is None else mask.reshape(-1, 1)
+        sums = torch.cat([torch.where(mask.bool(), kl, 0.0).sum(0), mask.to(kl.dtype).sum(0)])
+        sums = self._total(sums)
+        return sums[:-1] / sums[-1].clamp_min(1)
 
     def _total(self, x: Tensor) -> Tensor:
         """The sum over all processes."""

@@ -3,23 +3,37 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from minerva_torchrl.objectives import functional as F
-from minerva_torchrl.objectives.checks import check_positive
+from minerva_torchrl.objectives.checks import check_choice, check_positive
 
 __all__ = ["Constraint", "DualVariable", "Temperature"]
 
 # Keeps the value strictly positive whatever an optimiser does to the raw parameter.
 _OFFSET = 1e-8
+# A multiplier this small leaves a policy within one per cent of where it would go without it.
+_RELATIVE_FLOOR = 1e-2
 
 
-def _raw_from_value(value: float) -> float:
-    """Inverse of ``value = softplus(raw) + _OFFSET``."""
+def _softplus(raw: Tensor) -> Tensor:
+    return nn.functional.softplus(raw) + _OFFSET
+
+
+def _inverse_softplus(value: Tensor) -> Tensor:
     value = value - _OFFSET
-    return value + math.log(-math.expm1(-value))
+    return value + (-torch.expm1(-value)).log()
+
+
+# By the name of the raw parameter in a state dict: its value, and back.
+_SCALES: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor], Tensor]]] = {
+    "raw": (_softplus, _inverse_softplus),
+    "log": (torch.exp, torch.log),
+}
 
 
 class DualVariable(nn.Module):
@@ -31,6 +45,9 @@ class DualVariable(nn.Module):
     each optimiser step :meth:`project_` puts the stored parameter back above a floor. Clamping it
     in the forward pass instead would leave a variable that has crossed the floor without gradient.
 
+    A state dict says on which scale the parameter is: ``raw`` or ``log``. It can be loaded into a
+    variable on the other scale, which takes over the value.
+
     Args:
         init (float): initial value, positive and finite.
         shape (tuple of int): shape of the variable: ``()`` for a temperature, ``(D,)`` for a
@@ -41,6 +58,8 @@ class DualVariable(nn.Module):
             a raw parameter of -18.
         learnable (bool): whether the parameter takes gradients. Switch it off for a variable that
             is set by :meth:`solve_`. Defaults to ``True``.
+        scale (str): ``"raw"`` (default), the softplus above, or ``"log"``, where
+            :math:`x = e^{raw}`.
 
     Examples:
         >>> alpha = DualVariable(10.0, (3,))
@@ -59,30 +78,33 @@ class DualVariable(nn.Module):
         *,
         floor: float = 2.5e-8,
         learnable: bool = True,
+        scale: Literal["raw", "log"] = "raw",
     ) -> None:
         super().__init__()
+        check_choice("scale", scale, tuple(_SCALES))
         if not floor > _OFFSET:
             raise ValueError(f"floor must be greater than {_OFFSET}, got {floor}.")
         if not (math.isfinite(init) and init >= floor):
             raise ValueError(f"init must be finite and at least the floor ({floor}), got {init}.")
         self.init = float(init)
         self.floor = float(floor)
+        self.scale = scale
+        self.raw_floor = self._raw_from(self.floor)
+        """What the floor is for the stored parameter."""
         self.raw = nn.Parameter(torch.empty(shape), requires_grad=learnable)
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
         """Set the variable back to its initial value."""
         with torch.no_grad():
-            self.raw.fill_(_raw_from_value(self.init))
-
-    @property
-    def raw_floor(self) -> float:
-        """What the floor is for the stored parameter."""
-        return _raw_from_value(self.floor)
+            self.raw.fill_(self._raw_from(self.init))
 
     def forward(self) -> Tensor:
         """The value in real units, differentiable."""
-        return nn.functional.softplus(self.raw) + _OFFSET
+        return _SCALES[self.scale][0](self.raw)
+
+    def _raw_from(self, value: float) -> float:
+        return _SCALES[self.scale][1](torch.tensor(value, dtype=torch.float64)).item()
 
     @torch.no_grad()
     def project_(self) -> None:
@@ -92,8 +114,7 @@ class DualVariable(nn.Module):
     @torch.no_grad()
     def set_(self, value: Tensor) -> None:
         """Set the value, in real units: at least the floor, and left as it is if not finite."""
-        x = value.clamp_min(self.floor) - _OFFSET
-        raw = x + (-torch.expm1(-x)).log()
+        raw = _SCALES[self.scale][1](value.clamp_min(self.floor))
         self.raw.copy_(torch.where(raw.isfinite(), raw, self.raw))
 
     def solve_(
@@ -130,9 +151,25 @@ class DualVariable(nn.Module):
         self.set_(solved)
         return self().detach()
 
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        if self.scale != "raw":
+            destination[prefix + self.scale] = destination.pop(prefix + "raw")
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        for scale, (value_of, _) in _SCALES.items():
+            saved = state_dict.pop(prefix + scale, None)
+            if saved is not None:
+                if scale != self.scale:
+                    saved = _SCALES[self.scale][1](value_of(saved).clamp_min(self.floor))
+                state_dict[prefix + "raw"] = saved
+                break
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
     def extra_repr(self) -> str:
-        """Initial value, shape and floor."""
-        return f"init={self.init:g}, shape={tuple(self.raw.shape)}, floor={self.floor:g}"
+        """Initial value, shape, floor and scale."""
+        shape = tuple(self.raw.shape)
+        return f"init={self.init:g}, shape={shape}, floor={self.floor:g}, scale={self.scale}"
 
 
 class Temperature(DualVariable):
@@ -203,11 +240,23 @@ class Temperature(DualVariable):
 class Constraint(DualVariable):
     r"""A constraint :math:`KL \le \epsilon` on the policy, with its multiplier :math:`\alpha`.
 
+    The multiplier is learned on its dual, :math:`L_\alpha = \alpha (\epsilon - KL)`. Multipliers
+    differ by orders of magnitude between constraints and in the course of training, and so do
+    bounds. A ``relative`` multiplier therefore steps in proportion: its parameter is
+    :math:`\log \alpha`, with the gradient
+    :math:`(\epsilon - KL) / \max(\epsilon, \overline{KL})`, where :math:`\overline{KL}` is the mean
+    divergence of the batch. It lies between -1 and 1, so that a large violation at the beginning
+    does not make an adaptive optimiser deaf for what follows.
+
     Args:
         init (float): initial multiplier, positive and finite.
         epsilon (float): the bound.
         shape (tuple of int): ``(D,)`` for a multiplier and bound per action dimension, ``()``
             (default) for one.
+
+    Keyword Args:
+        relative (bool): steps in proportion to the multiplier and to the bound. Defaults to
+            ``False``.
 
     Examples:
         >>> constraint = Constraint(10.0, epsilon=0.01)
@@ -218,19 +267,32 @@ class Constraint(DualVariable):
 
     epsilon: Tensor
 
-    def __init__(self, init: float, epsilon: float, shape: tuple[int, ...] = ()) -> None:
-        super().__init__(init, shape)
+    def __init__(
+        self, init: float, epsilon: float, shape: tuple[int, ...] = (), *, relative: bool = False
+    ) -> None:
+        if relative:
+            super().__init__(init, shape, scale="log", floor=_RELATIVE_FLOOR)
+        else:
+            super().__init__(init, shape)
         check_positive("epsilon", epsilon)
+        self.relative = relative
         self.register_buffer("epsilon", torch.tensor(float(epsilon)))
 
-    def losses(self, kl: Tensor) -> tuple[Tensor, Tensor]:
+    def losses(self, kl: Tensor, mean_kl: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Penalty on the policy and loss of the multiplier, each with the other held fixed.
 
         Args:
             kl (Tensor): divergences, ``[*B, D]`` or ``[*B, 1]``.
+            mean_kl (Tensor, optional): their mean over the batch, ``[D]`` or ``[1]``, for a
+                relative multiplier. Defaults to that over all states.
 
         Returns:
             Both summed over the last dimension, ``[*B]``.
         """
         penalty, loss = F.lagrangian_losses(kl, self(), self.epsilon)
+        if self.relative:
+            kl = kl.detach()
+            mean_kl = kl.flatten(0, -2).mean(0) if mean_kl is None else mean_kl
+            slope = (self.epsilon - kl) / mean_kl.clamp_min(self.epsilon)
+            loss = loss.detach() + (self.raw - self.raw.detach()) * slope
         return penalty.sum(-1), loss.sum(-1)

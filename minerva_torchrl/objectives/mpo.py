@@ -14,9 +14,9 @@ from torchrl.data.tensor_specs import TensorSpec
 from torchrl.objectives.utils import distance_loss
 
 from minerva_torchrl.objectives import functional as F
-from minerva_torchrl.objectives._base import MAIN_OBJECTIVE
+from minerva_torchrl.objectives._base import MAIN_OBJECTIVE, in_full_precision
 from minerva_torchrl.objectives._off_policy import OffPolicyLoss
-from minerva_torchrl.objectives.checks import check_choice, check_count
+from minerva_torchrl.objectives.checks import check_choice, check_count, check_positive
 from minerva_torchrl.objectives.e_steps import MPOEStep
 from minerva_torchrl.objectives.policies import resolve_penalization
 from minerva_torchrl.objectives.reductions import masked_extreme, masked_mean, masked_means
@@ -63,8 +63,9 @@ class MPOLoss(OffPolicyLoss):
 
     Args:
         actor_network (ProbabilisticTensorDictSequential): policy with an ``IndependentNormal``,
-            ``TanhNormal``, ``Categorical`` or ``OneHotCategorical`` distribution. Its parameters
-            stay shared with the loss.
+            ``TanhNormal``, ``MultivariateNormal``, ``Categorical`` or ``OneHotCategorical``
+            distribution (the last two also masked), or a ``CompositeDistribution`` of these.
+            Its parameters stay shared with the loss.
         qvalue_network (TensorDictModule or list of TensorDictModule): critic, reading observation
             and action and writing ``state_action_value`` ``[*B, 1]``. For discrete actions it may
             read the observation alone and write the values of all actions, ``action_value``
@@ -83,6 +84,8 @@ class MPOLoss(OffPolicyLoss):
             ``per_dim_constraining``. Default ``2.5e-3``.
         epsilon_stddev (float, optional): bound for its standard deviation, likewise. Default
             ``1e-6``.
+        epsilon_covariance (float, optional): bound for the covariance of a Gaussian that has one.
+            Default ``1e-5``.
         epsilon_policy (float, optional): bound for a categorical policy. Default ``2.5e-3``.
         per_dim_constraining (bool, optional): one multiplier and bound per action dimension, or one
             for their sum. Default: per dimension, for policies that have dimensions.
@@ -94,15 +97,21 @@ class MPOLoss(OffPolicyLoss):
         init_alpha_mean (float, optional): initial multiplier for the mean. Default ``1``.
         init_alpha_stddev (float, optional): initial multiplier for the standard deviation. Default
             ``1000``.
+        init_alpha_covariance (float, optional): initial multiplier for the covariance. Default
+            ``1000``.
         init_alpha_policy (float, optional): initial multiplier for a categorical policy. Default
             ``1``.
         init_penalty_temperature (float): initial temperature of the action penalty.
         temperature_update (str): ``"gradient"`` (learned through ``loss_temperature``) or
             ``"solve"`` (set to the minimum of its dual on every batch).
+        alpha_update (str): ``"gradient"`` (default: multipliers step along the gradient of their
+            dual) or ``"relative"`` (in proportion to their value and to the violation of the
+            bound, see :class:`~minerva_torchrl.objectives.duals.Constraint`).
         policy_states (str): states of the policy loss: ``"next"`` (default; shares the samples of
             the critic's target), ``"current"`` or ``"both"``.
         sequence_steps (str): of sequences ``[*B, T]``, train ``"all"`` steps or the ``"first"``.
         loss_function (str): of the critic: ``"l2"``, ``"l1"`` or ``"smooth_l1"``.
+        critic_coeff (float): weight of the critic's loss. Defaults to ``1``.
         action_spec (TensorSpec, optional): spec of the action. Defaults to the actor's own.
         delay_actor (bool): keep a target policy. Defaults to ``True``.
         delay_qvalue (bool): keep a target critic. Defaults to ``True``.
@@ -163,6 +172,7 @@ class MPOLoss(OffPolicyLoss):
     default_constraints: ClassVar = {
         "mean": (2.5e-3, 1.0),
         "stddev": (1e-6, 1000.0),
+        "covariance": (1e-5, 1000.0),
         "policy": (2.5e-3, 1.0),
     }
     """Bound and initial multiplier by constraint."""
@@ -179,6 +189,7 @@ class MPOLoss(OffPolicyLoss):
         epsilon: float = 0.1,
         epsilon_mean: float | None = None,
         epsilon_stddev: float | None = None,
+        epsilon_covariance: float | None = None,
         epsilon_policy: float | None = None,
         per_dim_constraining: bool | None = None,
         action_penalization: bool | None = None,
@@ -186,12 +197,15 @@ class MPOLoss(OffPolicyLoss):
         init_temperature: float = 1.0,
         init_alpha_mean: float | None = None,
         init_alpha_stddev: float | None = None,
+        init_alpha_covariance: float | None = None,
         init_alpha_policy: float | None = None,
         init_penalty_temperature: float = 1.0,
         temperature_update: Literal["gradient", "solve"] = "gradient",
+        alpha_update: Literal["gradient", "relative"] = "gradient",
         policy_states: Literal["next", "current", "both"] = "next",
         sequence_steps: Literal["all", "first"] = "all",
         loss_function: Literal["l2", "l1", "smooth_l1"] = "l2",
+        critic_coeff: float = 1.0,
         action_spec: TensorSpec | None = None,
         delay_actor: bool = True,
         delay_qvalue: bool = True,
@@ -207,6 +221,7 @@ class MPOLoss(OffPolicyLoss):
         check_choice("temperature_update", temperature_update, ("gradient", "solve"))
         check_choice("policy_states", policy_states, ("next", "current", "both"))
         check_choice("loss_function", loss_function, ("l2", "l1", "smooth_l1"))
+        check_positive("critic_coeff", critic_coeff)
         super().__init__(
             actor_network,
             qvalue_network,
@@ -229,17 +244,19 @@ class MPOLoss(OffPolicyLoss):
         self.temperature_update = temperature_update
         self.policy_states = policy_states
         self.loss_function = loss_function
+        self.critic_coeff = critic_coeff
         solved = temperature_update == "solve"
         self._add_temperature(MAIN_OBJECTIVE, init_temperature, epsilon, solved=solved)
         self._add_constraints(
-            self.policy.constraints,
-            self.policy.constraint_shape,
+            self.policy.constraint_kinds(),
             given={
                 "mean": (epsilon_mean, init_alpha_mean),
                 "stddev": (epsilon_stddev, init_alpha_stddev),
+                "covariance": (epsilon_covariance, init_alpha_covariance),
                 "policy": (epsilon_policy, init_alpha_policy),
             },
             defaults=self.default_constraints,
+            alpha_update=alpha_update,
         )
         self.action_penalization = resolve_penalization(action_penalization, self.policy)
         if self.action_penalization:
@@ -266,12 +283,14 @@ class MPOLoss(OffPolicyLoss):
     # The whole update in one call ----------------------------------------------------------------
 
     @dispatch
+    @in_full_precision
     def forward(self, tensordict: TensorDictBase) -> TensorDict:
         """All losses and metrics of a batch.
 
         Args:
             tensordict (TensorDictBase): transitions ``[B]`` or sequences ``[*B, T]``. The temporal
-                difference error is written into it as the priority of prioritised replay.
+                difference error is written into it as the priority of prioritised replay, and
+                nothing else: a second call samples and estimates anew.
 
         Returns:
             A TensorDict with ``loss_qvalue``, ``loss_actor``, ``loss_temperature``, one
@@ -280,6 +299,7 @@ class MPOLoss(OffPolicyLoss):
         """
         return self._forward(tensordict, with_metrics=True)
 
+    @in_full_precision
     def training_loss(self, tensordict: TensorDictBase) -> TensorDict:
         """The losses of :meth:`forward` without the metrics, for updates that nobody looks at."""
         return self._forward(tensordict, with_metrics=False)
@@ -288,7 +308,7 @@ class MPOLoss(OffPolicyLoss):
         data, metrics = self._with_e_step(tensordict, with_metrics)
         loss_qvalue, td_error, metrics_qvalue = self._qvalue_loss(data, with_metrics)
         m_step = self._m_step(data.get("e_step"))
-        constraint_losses = self._constraint_losses(m_step[-1])
+        constraint_losses = self._constraint_losses(m_step[-1], data.get("e_step").mask)
         losses = {
             "loss_qvalue": loss_qvalue,
             "loss_actor": self._actor_loss(data, m_step[1], constraint_losses),
@@ -303,6 +323,7 @@ class MPOLoss(OffPolicyLoss):
     # The update in parts -------------------------------------------------------------------------
 
     @torch.no_grad()
+    @in_full_precision
     def e_step(
         self, tensordict: TensorDictBase, *, with_metrics: bool = True
     ) -> tuple[TensorDictBase, dict[str, Tensor]]:
@@ -318,7 +339,7 @@ class MPOLoss(OffPolicyLoss):
             The steps that are trained on, with the entries ``value_target`` and ``e_step``
             (:class:`MPOEStep`) that all losses can be evaluated on, and 0-d metrics.
         """
-        self._check_input(tensordict)
+        tensordict = self._checked(tensordict)
         next_value, samples, mask = self._sample_states(tensordict)
         scores, log_prior = samples.get("scores"), samples.get("log_prior", None)
         duals: dict[str, TensorDict] = {}
@@ -352,6 +373,7 @@ class MPOLoss(OffPolicyLoss):
         )
         return self._with_target(tensordict, next_value).set("e_step", e_step), metrics
 
+    @in_full_precision
     def qvalue_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss of the critic, and its metrics with the ``td_error`` of each step.
 
@@ -360,12 +382,13 @@ class MPOLoss(OffPolicyLoss):
         """
         data = tensordict
         if data.get("e_step", None) is None:  # the target is all that is needed of it
-            self._check_input(tensordict)
-            data = self._with_target(tensordict, self._sample_next_states(tensordict)[-1])
+            data = self._checked(tensordict)
+            data = self._with_target(data, self._sample_next_states(data)[-1])
         loss, td_error, metrics = self._qvalue_loss(data)
         self.set_priority(tensordict, td_error)
         return loss, {"td_error": td_error, **metrics}
 
+    @in_full_precision
     def actor_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss of the policy with the present multipliers, and its metrics.
 
@@ -373,10 +396,13 @@ class MPOLoss(OffPolicyLoss):
             tensordict (TensorDictBase): as in :meth:`forward`, or what :meth:`e_step` returned.
         """
         data, metrics = self._with_e_step(tensordict)
-        m_step = self._m_step(data.get("e_step"))
-        metrics |= self._actor_metrics(data.get("e_step"), *m_step)
-        return self._actor_loss(data, m_step[1], self._constraint_losses(m_step[-1])), metrics
+        e_step = data.get("e_step")
+        m_step = self._m_step(e_step)
+        metrics |= self._actor_metrics(e_step, *m_step)
+        constraint_losses = self._constraint_losses(m_step[-1], e_step.mask)
+        return self._actor_loss(data, m_step[1], constraint_losses), metrics
 
+    @in_full_precision
     def dual_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
         """Sum of the losses of temperatures and multipliers, and each of them by name.
 
@@ -386,7 +412,9 @@ class MPOLoss(OffPolicyLoss):
         data, _ = self._with_e_step(tensordict)
         with torch.no_grad():  # no gradient of the duals goes to the policy
             divergences = self._m_step(data.get("e_step"))[-1]
-        losses = self._dual_losses(data, self._constraint_losses(divergences))
+        losses = self._dual_losses(
+            data, self._constraint_losses(divergences, data.get("e_step").mask)
+        )
         return torch.stack(list(losses.values())).sum(0), losses
 
     # Parts ---------------------------------------------------------------------------------------
@@ -414,7 +442,7 @@ class MPOLoss(OffPolicyLoss):
             if with_metrics:
                 metrics["pred_value"] = masked_mean(q_value.mean(0), mask)
                 metrics["target_value"] = masked_mean(target, mask)
-        return self._reduce(loss, mask, weights), td_error, metrics
+        return self._reduce(self.critic_coeff * loss, mask, weights), td_error, metrics
 
     def _actor_loss(
         self,

@@ -14,7 +14,7 @@ from torch.compiler import is_compiling
 from torchrl.data.tensor_specs import TensorSpec
 
 from minerva_torchrl.objectives import functional as F
-from minerva_torchrl.objectives._base import MAIN_OBJECTIVE
+from minerva_torchrl.objectives._base import MAIN_OBJECTIVE, in_full_precision
 from minerva_torchrl.objectives._on_policy import OnPolicyLoss
 from minerva_torchrl.objectives.checks import check_choice, check_fraction
 from minerva_torchrl.objectives.e_steps import VMPOEStep
@@ -48,9 +48,10 @@ class VMPOLoss(OnPolicyLoss):
 
     Args:
         actor_network (ProbabilisticTensorDictSequential): policy with an ``IndependentNormal``,
-            ``TanhNormal``, ``Categorical`` or ``OneHotCategorical`` distribution. A ``TanhNormal``
-            scores the stored action by inverting the tanh, which is inexact near the bounds; an
-            unsquashed Gaussian with clipping in the environment is not.
+            ``TanhNormal``, ``MultivariateNormal``, ``Categorical`` or ``OneHotCategorical``
+            distribution (the last two also masked), or a ``CompositeDistribution`` of these.
+            A ``TanhNormal`` scores the stored action by inverting the tanh, which is inexact near
+            the bounds; an unsquashed Gaussian with clipping in the environment is not.
         critic_network (TensorDictModule): state value, written to ``state_value`` ``[*B, 1]``. For
             one that ends in a PopArt head use
             :class:`~minerva_torchrl.modules.popart.PopArtVMPOLoss`.
@@ -60,15 +61,23 @@ class VMPOLoss(OnPolicyLoss):
         epsilon (float): bound of the E-step's KL divergence. Defaults to ``0.1``.
         epsilon_mean (float, optional): bound for the mean of a Gaussian policy. Default ``1e-2``.
         epsilon_stddev (float, optional): bound for its standard deviation. Default ``1e-5``.
+        epsilon_covariance (float, optional): bound for the covariance of a Gaussian that has one.
+            Default ``1e-4``.
         epsilon_policy (float, optional): bound for a categorical policy. Default ``1e-2``.
-        per_dim_constraining (bool): bounds per action dimension, not for their sum.
+        per_dim_constraining (bool, optional): bounds per action dimension, not for their sum.
+            ``None`` is ``True`` for policies that have dimensions.
         init_temperature (float): initial temperature, in real units like every multiplier.
         init_alpha_mean (float, optional): initial multiplier for the mean. Default ``1``.
         init_alpha_stddev (float, optional): initial multiplier for the deviation. Default ``1``.
+        init_alpha_covariance (float, optional): initial multiplier for the covariance. Default
+            ``1``.
         init_alpha_policy (float, optional): initial multiplier for a categorical policy. Default
             ``5``.
         temperature_update (str): ``"solve"`` (default: set to where the bound is met exactly on
             every batch) or ``"gradient"`` (learned through ``loss_temperature``).
+        alpha_update (str): ``"gradient"`` (default: multipliers step along the gradient of their
+            dual) or ``"relative"`` (in proportion to their value and to the violation of the
+            bound, see :class:`~minerva_torchrl.objectives.duals.Constraint`).
         kl_samples (str): samples over which KL divergences are averaged: ``"all"`` (default) or the
             ``"selected"`` ones.
         old_policy (str): ``"stored"`` (default: the distribution parameters in the data) or
@@ -133,6 +142,7 @@ class VMPOLoss(OnPolicyLoss):
     default_constraints: ClassVar = {
         "mean": (1e-2, 1.0),
         "stddev": (1e-5, 1.0),
+        "covariance": (1e-4, 1.0),
         "policy": (1e-2, 5.0),
     }
     """Bound and initial multiplier by constraint."""
@@ -147,13 +157,16 @@ class VMPOLoss(OnPolicyLoss):
         epsilon: float = 0.1,
         epsilon_mean: float | None = None,
         epsilon_stddev: float | None = None,
+        epsilon_covariance: float | None = None,
         epsilon_policy: float | None = None,
-        per_dim_constraining: bool = False,
+        per_dim_constraining: bool | None = False,
         init_temperature: float = 1.0,
         init_alpha_mean: float | None = None,
         init_alpha_stddev: float | None = None,
+        init_alpha_covariance: float | None = None,
         init_alpha_policy: float | None = None,
         temperature_update: Literal["solve", "gradient"] = "solve",
+        alpha_update: Literal["gradient", "relative"] = "gradient",
         kl_samples: Literal["all", "selected"] = "all",
         old_policy: Literal["stored", "target"] = "stored",
         normalize_advantage: bool = True,
@@ -193,7 +206,9 @@ class VMPOLoss(OnPolicyLoss):
             scalar_output_mode=scalar_output_mode,
         )
         self.top_k_fraction = top_k_fraction
-        self.per_dim_constraining = per_dim_constraining
+        self.per_dim_constraining = any(
+            shape for _, shape in self.policy.constraint_kinds().values()
+        )
         self.temperature_update = temperature_update
         self.kl_samples = kl_samples
         self.old_policy = old_policy
@@ -203,14 +218,15 @@ class VMPOLoss(OnPolicyLoss):
         self._add_temperature(MAIN_OBJECTIVE, init_temperature, epsilon, solved=solved)
         self._bounds["epsilon_eta"] = self._bounds["epsilon"]  # its former name
         self._add_constraints(
-            self.policy.constraints,
-            self.policy.constraint_shape,
+            self.policy.constraint_kinds(),
             given={
                 "mean": (epsilon_mean, init_alpha_mean),
                 "stddev": (epsilon_stddev, init_alpha_stddev),
+                "covariance": (epsilon_covariance, init_alpha_covariance),
                 "policy": (epsilon_policy, init_alpha_policy),
             },
             defaults=self.default_constraints,
+            alpha_update=alpha_update,
         )
 
     # Wiring --------------------------------------------------------------------------------------
@@ -224,7 +240,7 @@ class VMPOLoss(OnPolicyLoss):
         names = ("kl_{}", "kl_{}_rel", "kl_{}_selected", "penalty_{}")
         return (
             *("advantage_mean", "advantage_std", "advantage_threshold"),
-            *("advantage_std_over_temperature", "kl_q_rel", "ess", "selected_fraction"),
+            *("advantage_std_over_temperature", "kl_q_rel", "epsilon", "ess", "selected_fraction"),
             *("restarting_fraction", "importance_mean", "cross_entropy"),
             *self.policy.metric_keys,
             *(key.format(name) for name in self.constraints for key in names),
@@ -250,12 +266,15 @@ class VMPOLoss(OnPolicyLoss):
     # The whole update in one call ----------------------------------------------------------------
 
     @dispatch
+    @in_full_precision
     def forward(self, tensordict: TensorDictBase) -> TensorDict:
         """All losses and metrics of a batch.
 
         Args:
             tensordict (TensorDictBase): a rollout ``[*B, T]``, or any batch that has ``advantage``
-                and ``value_target`` already. If it does not, they are estimated and written. Or
+                and ``value_target`` already. If it does not, they are estimated and written, and
+                a second call on the same data uses them as they are, whatever the critic has
+                learned since; to have them estimated anew, take ``advantage`` out of the data. Or
                 samples of what :meth:`e_step` returned.
 
         Returns:
@@ -264,6 +283,7 @@ class VMPOLoss(OnPolicyLoss):
         """
         return self._forward(tensordict, with_metrics=True)
 
+    @in_full_precision
     def training_loss(self, tensordict: TensorDictBase) -> TensorDict:
         """The losses of :meth:`forward` without the metrics, for steps that nobody looks at."""
         return self._forward(tensordict, with_metrics=False)
@@ -272,7 +292,7 @@ class VMPOLoss(OnPolicyLoss):
         data, metrics = self._with_e_step(tensordict, with_metrics)
         e_step = data.get("e_step")
         m_step, value = self._m_step(data), self._critic_value(data)
-        constraint_losses = self._constraint_losses(m_step[-1])
+        constraint_losses = self._constraint_losses(m_step[-1], e_step.mask)
         losses = {
             "loss_actor": self._actor_loss(e_step, m_step[1], constraint_losses),
             "loss_critic": self._critic_loss(data, value),
@@ -286,6 +306,7 @@ class VMPOLoss(OnPolicyLoss):
     # The update in parts -------------------------------------------------------------------------
 
     @torch.no_grad()
+    @in_full_precision
     def e_step(
         self, tensordict: TensorDictBase, *, with_metrics: bool = True
     ) -> tuple[TensorDictBase, dict[str, Tensor]]:
@@ -361,6 +382,7 @@ class VMPOLoss(OnPolicyLoss):
             "advantage_threshold": torch.where(selected.any(), threshold, 0.0),
             "advantage_std_over_temperature": masked_std(advantage, mask) / temperature(),
             "kl_q_rel": kl_to_prior / temperature.epsilon,
+            "epsilon": temperature.epsilon.clone(),  # it may follow a schedule
             "ess": torch.where(ess.isfinite(), ess, 0.0),
             "selected_fraction": masked_mean(selected.to(weights.dtype), mask),
             "restarting_fraction": 1 - masked_mean(usable.to(weights.dtype), mask),
@@ -368,6 +390,7 @@ class VMPOLoss(OnPolicyLoss):
         }
         return data, metrics
 
+    @in_full_precision
     def actor_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss of the policy with the present multipliers, and its metrics.
 
@@ -376,10 +399,11 @@ class VMPOLoss(OnPolicyLoss):
         """
         data, metrics = self._with_e_step(tensordict)
         e_step, m_step = data.get("e_step"), self._m_step(data)
-        constraint_losses = self._constraint_losses(m_step[-1])
+        constraint_losses = self._constraint_losses(m_step[-1], e_step.mask)
         metrics |= self._actor_metrics(e_step, *m_step, constraint_losses)
         return self._actor_loss(e_step, m_step[1], constraint_losses), metrics
 
+    @in_full_precision
     def dual_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
         """Sum of the losses of temperature and multipliers, and each of them by name.
 
@@ -389,9 +413,11 @@ class VMPOLoss(OnPolicyLoss):
         data, _ = self._with_e_step(tensordict)
         with torch.no_grad():  # no gradient of the duals goes to the policy
             divergences = self._m_step(data)[-1]
-        losses = self._dual_losses(data.get("e_step"), self._constraint_losses(divergences))
+        e_step = data.get("e_step")
+        losses = self._dual_losses(e_step, self._constraint_losses(divergences, e_step.mask))
         return torch.stack(list(losses.values())).sum(0), losses
 
+    @in_full_precision
     def networks_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
         """Sum of the losses of policy and critic, and each of them by name.
 
@@ -400,7 +426,7 @@ class VMPOLoss(OnPolicyLoss):
         """
         data, _ = self._with_e_step(tensordict)
         _, neg_log_prob, divergences = self._m_step(data)
-        constraint_losses = self._constraint_losses(divergences)
+        constraint_losses = self._constraint_losses(divergences, data.get("e_step").mask)
         losses = {
             "loss_actor": self._actor_loss(data.get("e_step"), neg_log_prob, constraint_losses),
             "loss_critic": self._critic_loss(data, self._critic_value(data)),
@@ -481,9 +507,9 @@ class VMPOLoss(OnPolicyLoss):
                 )
             dist = self.actor_network.build_dist_from_params(tensordict.select(*keys))
         old, valid = self.policy.describe(dist), self._valid_mask(tensordict)
-        if valid is not None:  # padding may hold anything; ones are a policy of every kind
-            old = old.apply(lambda x: torch.where(valid.unsqueeze(-1), x, 1.0))
-        on_meta = any(x.is_meta for x in old.values())  # no values to check
+        if valid is not None:  # padding may hold anything
+            old = self.policy.where_valid(old, valid)
+        on_meta = any(x.is_meta for x in old.values(True, True))  # no values to check
         if not (self._checked_parameters or is_compiling() or on_meta):
             self.policy.check_parameters(keys, old)
             self._checked_parameters = True

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import random
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
 from tensordict.nn import ProbabilisticTensorDictSequential
-from torchrl.collectors import Collector
 from torchrl.data import TensorDictReplayBuffer
 from torchrl.envs import TransformedEnv
 from torchrl.objectives.common import LossModule
@@ -18,8 +18,12 @@ from minerva_torchrl.algorithms import ALGORITHMS, RunConfig
 from minerva_torchrl.envs import ReturnStdScaling, RunningObservationNorm, make_env
 from minerva_torchrl.modules import keep_freed_memory
 from minerva_torchrl.runs.parts import UserParts, find_parts
+from minerva_torchrl.runs.sizes import check_memory
 from minerva_torchrl.runs.strict import ConfigError
+from minerva_torchrl.text import one_line
+from minerva_torchrl.trainers import DirectCollector
 from minerva_torchrl.trainers.compiled import CompiledGradients, why_not
+from minerva_torchrl.trainers.stepping import GuardedStepper
 
 __all__ = [
     "Assembly",
@@ -43,7 +47,7 @@ class Assembly:
     """What a run consists of."""
 
     env: TransformedEnv
-    collector: Collector
+    collector: DirectCollector
     loss: LossModule
     trainer: Trainer
     replay_buffer: TensorDictReplayBuffer | None = None
@@ -67,22 +71,23 @@ def assemble(config: RunConfig, parts: UserParts | None = None) -> Assembly:
     """
     parts = find_parts(config) if parts is None else parts
     device = resolve_device(config.device)
+    torch.backends.cudnn.deterministic = config.deterministic
     torch.manual_seed(config.seed)
     # Not used here, but some environments do.
     random.seed(config.seed)
     np.random.seed(config.seed)
     keep_freed_memory()
     env = make_training_env(config, parts)
+    problems = list(config.problems_with_episodes(env.base_env.step_limit))
+    if problems:
+        raise ConfigError(problems)
+    check_memory(config, env)
     loss = make_actor_and_loss(config, env, device, parts)
-    collector = Collector(
+    collector = DirectCollector(
         env,
         loss.actor_network,
         frames_per_batch=config.collector.frames_per_batch,
-        total_frames=-1,
         policy_device=device,
-        env_device="cpu",
-        storing_device="cpu",
-        trust_policy=True,
     )
     algorithm = ALGORITHMS[config.algo](config)
     replay_buffer = algorithm.make_replay_buffer()
@@ -101,6 +106,8 @@ def assemble(config: RunConfig, parts: UserParts | None = None) -> Assembly:
         raise ConfigError([f"optim: {error}"]) from error
     if resolve_compile(config)[0].compile.enabled:
         trainer.optimization_stepper.compiled = CompiledGradients(config.compile.mode)
+    if isinstance(trainer.optimization_stepper, GuardedStepper):
+        trainer.optimization_stepper.reports_param_delta = config.logger.param_delta
     return Assembly(env, collector, loss, trainer, replay_buffer)
 
 
@@ -110,9 +117,9 @@ def resolve_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.empty((), device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
+        torch.zeros((), device=device).add(1).item()
+    except Exception as error:  # of another class for each kind of device
+        reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ConfigError([f"device {name!r} can't be used here: {reason}"]) from None
     return device
 
@@ -150,22 +157,14 @@ def make_training_env(config: RunConfig, parts: UserParts) -> TransformedEnv:
     """The environment to collect from, ``[num_envs]``."""
     arguments = asdict(config.env)
     reward_scaling = arguments.pop("reward_scaling", False)
+    scaling_gamma = arguments.pop("reward_scaling_gamma", None)
+    scaling_reset = arguments.pop("reward_scaling_reset", "done")
     for name in ("name", "factory", "kwargs", "wrappers"):
         del arguments[name]
-    simulator, kwargs = parts.simulator(config, video=False)
-    title = "env.name" if parts.make_env is None else parts.env_title
-    try:
-        env = make_env(simulator, wrappers=parts.wrappers, **arguments, seed=config.seed, **kwargs)
-    except ValueError as error:
-        of_wrappers = str(error).startswith("wrappers: ")
-        problem = f"env.{error}" if of_wrappers else f"{title}: {error}"
-        raise ConfigError([problem]) from error
-    except TypeError as error:
-        if not kwargs:
-            raise
-        raise ConfigError([f"env.kwargs: {error}"]) from error
+    env = _make_env(config, parts, seed=config.seed, **arguments)
     if reward_scaling:
-        env.append_transform(ReturnStdScaling(config.loss.gamma))
+        gamma = config.loss.gamma if scaling_gamma is None else scaling_gamma
+        env.append_transform(ReturnStdScaling(gamma, reset=scaling_reset))
     return env
 
 
@@ -174,17 +173,36 @@ def make_evaluation_env(
 ) -> TransformedEnv:
     """Environments for evaluation: rewards as they are, statistics those of training, frozen."""
     norms = [t for t in training_env.transform if isinstance(t, RunningObservationNorm)]
-    simulator, kwargs = parts.simulator(config, video=config.eval.video)
-    return make_env(
-        simulator,
-        wrappers=parts.wrappers,
+    return _make_env(
+        config,
+        parts,
+        video=config.eval.video,
         num_envs=config.eval.episodes,
         seed=evaluation_seed(config),
         frame_skip=config.env.frame_skip,
         max_episode_steps=config.env.max_episode_steps,
+        canonical_actions=config.env.canonical_actions,
         observation_norm=norms[0].frozen_view() if norms else False,
-        **kwargs,
     )
+
+
+def _make_env(
+    config: RunConfig, parts: UserParts, *, video: bool = False, **arguments: Any
+) -> TransformedEnv:
+    """Copies of the task. What goes wrong with that is a problem of the settings."""
+    simulator, kwargs = parts.simulator(config, video=video)
+    title = "env.name" if parts.make_env is None else parts.env_title
+    arguments |= {"wrappers": parts.wrappers, "max_skipped": config.max_skipped}
+    try:
+        return make_env(simulator, **arguments, **kwargs)
+    except ValueError as error:
+        of_wrappers = str(error).startswith("wrappers: ")
+        problem = f"env.{error}" if of_wrappers else f"{title}: {error}"
+        raise ConfigError([" ".join(problem.split())]) from error
+    except (Exception, SystemExit) as error:
+        if isinstance(error, TypeError) and kwargs:
+            title = "env.kwargs"
+        raise ConfigError([f"{title}: {type(error).__name__}: {one_line(error)}"]) from error
 
 
 def evaluation_seed(config: RunConfig) -> int:

@@ -60,6 +60,7 @@ def is_a_picture(frame: np.ndarray) -> bool:
     return frame.dtype == np.uint8 and frame.flags.c_contiguous and bool(frame.std() > 5)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif("MUJOCO_GL" in os.environ, reason="MUJOCO_GL is chosen already")
 def test_all_of_this_where_another_backend_works() -> None:
     if has_opengl(None):

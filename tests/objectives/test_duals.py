@@ -56,7 +56,7 @@ def test_one_value_per_dimension() -> None:
     dual()[1].backward()
     assert dual.raw.grad[0] == dual.raw.grad[2] == 0
     assert dual.raw.grad[1] > 0
-    assert repr(dual) == "DualVariable(init=10, shape=(3,), floor=2.5e-08)"
+    assert repr(dual) == "DualVariable(init=10, shape=(3,), floor=2.5e-08, scale=raw)"
 
 
 def test_projection_moves_only_what_is_below_the_floor() -> None:

@@ -162,6 +162,80 @@ def test_constraint_losses(shape: tuple[int, ...]) -> None:
     assert list(constraint.state_dict()) == ["raw", "epsilon"]
 
 
+def test_relative_losses() -> None:
+    """The values are those of the dual; the multiplier steps by the relative violation alone."""
+    kl = torch.tensor([[0.5, 0.1, 0.3], [0.7, 0.0, 0.2]], requires_grad=True)
+    for init, epsilon in ((4.0, 0.2), (4e3, 0.2), (4.0, 2e-6)):
+        constraint = Constraint(init, epsilon, (3,), relative=True)
+        penalty, loss = constraint.losses(kl)
+        plain = Constraint(init, epsilon, (3,)).losses(kl)
+        torch.testing.assert_close((penalty, loss), plain, rtol=1e-5, atol=1e-6)
+        by_kl, by_raw = torch.autograd.grad(loss.mean(), (kl, constraint.raw), allow_unused=True)
+        assert by_kl is None
+        mean_kl = kl.detach().mean(0)
+        expected = (epsilon - mean_kl) / mean_kl.clamp_min(epsilon)
+        torch.testing.assert_close(by_raw, expected)
+        assert by_raw.abs().max() <= 1
+
+
+@pytest.mark.parametrize("init", [0.01, 1.0, 1e4])
+@pytest.mark.parametrize("epsilon", [1e-2, 1e-6])
+def test_relative_multiplier_finds_its_optimum(init: float, epsilon: float) -> None:
+    r"""A mean fitted in closed form meets its bound, whatever the multiplier began with.
+
+    The fit :math:`\mu = (a + \alpha \mu') / (1 + \alpha)` of a target ``a`` has a divergence of
+    :math:`D / (1 + \alpha)^2`, if the target itself has ``D``.
+    """
+    distance = 0.5
+    constraint = Constraint(init, epsilon, relative=True).double()
+    optimizer = torch.optim.Adam(constraint.parameters(), lr=3e-2)
+    for _ in range(1000):
+        kl = distance / (1 + constraint().detach()) ** 2
+        optimizer.zero_grad()
+        constraint.losses(kl.reshape(1, 1))[1].mean().backward()
+        optimizer.step()
+        constraint.project_()
+    torch.testing.assert_close(
+        constraint().item(), math.sqrt(distance / epsilon) - 1, rtol=0.02, atol=0
+    )
+
+
+def test_relative_floor_is_no_trap() -> None:
+    """From its floor a multiplier is back at one within 600 steps; below it, it would not act."""
+    constraint = Constraint(1.0, 1e-3, relative=True)
+    optimizer = torch.optim.Adam(constraint.parameters(), lr=1e-2)
+
+    def step(kl: float) -> None:
+        optimizer.zero_grad()
+        constraint.losses(torch.full((1, 1), kl))[1].mean().backward()
+        optimizer.step()
+        constraint.project_()
+
+    for _ in range(1000):
+        step(0.0)
+    assert constraint().item() == pytest.approx(0.01)
+    for _ in range(600):
+        step(5e-3)
+    assert constraint().item() > 1
+
+
+@pytest.mark.parametrize("relative", [False, True])
+def test_state_of_either_kind(relative: bool) -> None:
+    """A multiplier is loaded by its value, in real units, also from the other kind."""
+    saved = Constraint(7.0, 0.2, (2,), relative=relative)
+    saved.set_(torch.tensor([3.0, 400.0]))
+    for other in (False, True):
+        loaded = Constraint(1.0, 0.1, (2,), relative=other)
+        loaded.load_state_dict(saved.state_dict())
+        torch.testing.assert_close(loaded().tolist(), [3.0, 400.0], rtol=1e-5, atol=0)
+        assert loaded.epsilon.item() == pytest.approx(0.2)
+    tiny = Constraint(1.0, 0.1)
+    tiny.set_(torch.tensor(1e-7))
+    loaded = Constraint(1.0, 0.1, relative=True)
+    loaded.load_state_dict(tiny.state_dict())
+    assert loaded().item() == pytest.approx(loaded.floor)
+
+
 @pytest.mark.parametrize("make", [Temperature, Constraint])
 @pytest.mark.parametrize(
     ("epsilon", "error", "message"),

@@ -43,6 +43,15 @@ def test_multipliers_stepped_first_before_there_was_a_choice(file: Path) -> None
     assert config.loss.epsilon == written(file)["loss"]["epsilon_eta"]
 
 
+def test_a_preset_of_today_changes_no_older_run() -> None:
+    """Its networks were others, before there was a choice."""
+    config = load_config(RESULTS[0].parents[1] / "mpo-cartpole-swingup-minerva-seed-0")
+    assert config.preset == "minerva-seed"
+    assert (config.network.scale, config.network.initializer) == ("softplus", "small_heads")
+    assert not config.loss.truncation_is_terminal
+    assert parse_config("mpo", {"preset": "minerva-seed"}).network.scale == "exp"
+
+
 def test_new_runs_step_all_together() -> None:
     assert parse_config("vmpo", {}).optim.dual_order == "simultaneous"
     assert parse_config("vmpo", {"preset": "minerva-seed"}).optim.dual_order == "dual_first"
@@ -116,3 +125,10 @@ def test_in_a_file_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with pytest.warns(FutureWarning, match="loss.epsilon_eta"):
         assert run_script(str(script), *arguments(settings)) == 0
     assert load_config(tmp_path / "run").loss.epsilon == 0.3
+
+
+@pytest.mark.parametrize("algo", ["mpo", "vmpo", "ppo"])
+def test_actions_in_own_units_before_there_were_others(algo: str) -> None:
+    folder = Path(__file__).parents[1] / "fixtures" / "runs-0.1" / algo
+    assert not load_config(folder).env.canonical_actions
+    assert parse_config(algo, {}).env.canonical_actions

@@ -1,16 +1,8 @@
-"""The equations of MPO and V-MPO as pure functions of tensors.
-
-Every function takes tensors and returns tensors: no state, no TensorDict, no device logic and no
-host synchronisation, so that all of them can be compiled, differentiated and run on any device.
-
-Notation: ``N`` sampled actions, ``*B`` any number of state dimensions, ``D`` action dimensions,
-``eta`` a temperature, ``epsilon`` a bound on a Kullback-Leibler divergence.
-"""
+"""The E-step: weights of actions or samples, their temperature, and what the weights look like."""
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,13 +10,8 @@ from torch import Tensor
 from minerva_torchrl.objectives.reductions import masked_mean
 
 __all__ = [
-    "GaussianMoments",
-    "categorical_kl",
-    "decoupled_gaussian_kl",
+    "categorical_mpo_weights_and_temperature_loss",
     "effective_sample_size",
-    "gaussian_entropy",
-    "lagrangian_losses",
-    "masked_mean",
     "mpo_weights_and_temperature_loss",
     "out_of_bounds_cost",
     "sample_kl",
@@ -33,14 +20,7 @@ __all__ = [
     "top_k_mask",
     "vmpo_weights_and_temperature_loss",
     "weight_entropy",
-    "weighted_gaussian_cross_entropy",
-    "weighted_moments",
 ]
-
-_HALF_LOG_TWO_PI = 0.5 * math.log(2 * math.pi)
-
-
-# E-step ------------------------------------------------------------------------------------------
 
 
 def mpo_weights_and_temperature_loss(
@@ -101,6 +81,58 @@ def mpo_weights_and_temperature_loss(
     weights = logits.detach().softmax(sample_dim)
     loss = temperature * (epsilon + log_mean_exp) + best.squeeze(sample_dim)
     return weights, loss
+
+
+def categorical_mpo_weights_and_temperature_loss(
+    q_value: Tensor,
+    log_prior: Tensor,
+    temperature: Tensor,
+    epsilon: Tensor | float,
+    *,
+    mask: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    r"""Weights of all discrete actions and the dual loss of the temperature.
+
+    .. math::
+        w_a \propto \pi'(a) \exp(Q_a / \eta), \qquad
+        L_\eta = \eta \Big( \epsilon + \log \sum_a \pi'(a) \exp(Q_a / \eta) \Big)
+
+    The gradient is :math:`\partial L_\eta / \partial \eta = \epsilon - KL(w \| \pi')`. With a mask
+    :math:`\pi'` is the prior given that the action is legal.
+
+    Args:
+        q_value (Tensor): values of all actions, ``[*B, A]``. No gradient flows into them.
+        log_prior (Tensor): log-probabilities of all actions under the old policy, ``[*B, A]``.
+            No gradient flows into them.
+        temperature (Tensor): positive scalar ``eta``.
+        epsilon (Tensor or float): bound of the KL divergence.
+        mask (Tensor, optional): boolean ``[*B, A]``, ``True`` for legal actions. Illegal ones get
+            no weight and may have any value.
+
+    Returns:
+        The weights, detached, ``[*B, A]``, which sum to one (all zero where no action is legal),
+        and the loss of each state, ``[*B]`` (zero where no action is legal).
+
+    Examples:
+        >>> q_value, log_prior = torch.tensor([0.0, 1.0, 9.0]), torch.zeros(3).log_softmax(-1)
+        >>> weights, loss = categorical_mpo_weights_and_temperature_loss(
+        ...     q_value, log_prior, torch.tensor(1.0), 0.1, mask=torch.tensor([True, True, False])
+        ... )
+        >>> weights
+        tensor([0.2689, 0.7311, 0.0000])
+    """
+    if mask is None:
+        return mpo_weights_and_temperature_loss(
+            q_value, temperature, epsilon, log_prior=log_prior, sample_dim=-1
+        )
+    any_legal = mask.any(-1, keepdim=True)
+    counted = mask | ~any_legal  # a state without any stays finite until it is left out
+    q_value = torch.where(mask, q_value, 0.0)
+    log_prior = torch.where(any_legal, log_prior, 0.0).masked_fill(~counted, -math.inf)
+    weights, loss = mpo_weights_and_temperature_loss(
+        q_value, temperature, epsilon, log_prior=log_prior.log_softmax(-1), sample_dim=-1
+    )
+    return weights * any_legal, torch.where(any_legal.squeeze(-1), loss, 0.0 * loss)
 
 
 def vmpo_weights_and_temperature_loss(
@@ -352,154 +384,3 @@ def weight_entropy(weights: Tensor, *, sample_dim: int = 0) -> Tensor:
 def effective_sample_size(weights: Tensor, *, sample_dim: int = 0) -> Tensor:
     r""":math:`1 / \sum_i w_i^2`, ``[*B]``: from 1 (one sample) to ``N`` (uniform weights)."""
     return 1 / weights.square().sum(sample_dim)
-
-
-def gaussian_entropy(scale: Tensor) -> Tensor:
-    r""":math:`\sum_j \tfrac12 + \tfrac12 \log 2\pi + \log \sigma_j`, ``[*B]`` for ``[*B, D]``."""
-    return (0.5 + _HALF_LOG_TWO_PI + scale.log()).sum(-1)
-
-
-# M-step ------------------------------------------------------------------------------------------
-
-
-class GaussianMoments(NamedTuple):
-    """Weighted moments of standard-normal draws, all that an M-step needs of its samples.
-
-    ``total`` is ``[*B, 1]``; ``first`` and ``second`` are ``[*B, D]``.
-    """
-
-    total: Tensor
-    first: Tensor
-    second: Tensor
-
-
-def weighted_moments(noise: Tensor, weights: Tensor) -> GaussianMoments:
-    r"""Moments :math:`\sum_i w_i`, :math:`\sum_i w_i z_i` and :math:`\sum_i w_i z_i^2`.
-
-    Args:
-        noise (Tensor): the draws ``z`` behind the sampled actions
-            :math:`a = \mu' + \sigma' z`, ``[N, *B, D]``.
-        weights (Tensor): ``[N, *B]``.
-
-    Returns:
-        The moments over the first dimension.
-    """
-    weighted = weights.unsqueeze(-1) * noise
-    return GaussianMoments(
-        total=weights.sum(0).unsqueeze(-1),
-        first=weighted.sum(0),
-        second=(weighted * noise).sum(0),
-    )
-
-
-def weighted_gaussian_cross_entropy(
-    loc: Tensor, scale: Tensor, old_loc: Tensor, old_scale: Tensor, moments: GaussianMoments
-) -> Tensor:
-    r"""Weighted negative log-likelihood of the sampled actions under a diagonal Gaussian.
-
-    .. math::
-        -\sum_i w_i \log \mathcal N(\mu' + \sigma' z_i; \mu, \sigma)
-        = \sum_j \tfrac{r_j^2}{2} (m_{2j} - 2 d_j m_{1j} + m_0 d_j^2)
-          + m_0 (\log \sigma_j + \tfrac12 \log 2\pi)
-
-    with :math:`d = (\mu - \mu') / \sigma'`, :math:`r = \sigma' / \sigma` and the moments ``m`` of
-    :func:`weighted_moments`: ``[*B, D]`` work instead of ``[N, *B, D]``.
-
-    Args:
-        loc (Tensor): means ``mu`` of the policy that is scored, ``[*B, D]``.
-        scale (Tensor): its standard deviations, ``[*B, D]``.
-        old_loc (Tensor): means of the policy that was sampled, ``[*B, D]``.
-        old_scale (Tensor): its standard deviations, ``[*B, D]``.
-        moments (GaussianMoments): of the draws.
-
-    Returns:
-        The cross-entropy of each state, ``[*B]``.
-
-    Examples:
-        >>> noise, weights = torch.randn(20, 4, 2), torch.rand(20, 4)
-        >>> loc, scale = torch.zeros(4, 2), torch.ones(4, 2)
-        >>> by_moments = weighted_gaussian_cross_entropy(
-        ...     loc + 0.1, scale, loc, scale, weighted_moments(noise, weights)
-        ... )
-        >>> log_prob = torch.distributions.Normal(loc + 0.1, scale).log_prob(noise).sum(-1)
-        >>> torch.testing.assert_close(by_moments, -(weights * log_prob).sum(0))
-    """
-    shift = (loc - old_loc) / old_scale
-    spread = moments.second - shift * (2 * moments.first - moments.total * shift)
-    squared_error = (old_scale / scale).square() * spread
-    return (0.5 * squared_error + moments.total * (scale.log() + _HALF_LOG_TWO_PI)).sum(-1)
-
-
-def decoupled_gaussian_kl(
-    loc: Tensor, scale: Tensor, old_loc: Tensor, old_scale: Tensor
-) -> tuple[Tensor, Tensor]:
-    r"""KL divergences from the old Gaussian when only its mean, or only its scale, has moved.
-
-    .. math::
-        KL_\mu = \frac{(\mu - \mu')^2}{2 \sigma'^2}, \qquad
-        KL_\sigma = \tfrac12 \Big(\frac{\sigma'^2}{\sigma^2} - 1\Big)
-            - \log \frac{\sigma'}{\sigma}
-
-    Both are :math:`KL(\text{old} \| \text{new})`, per dimension and without any reduction.
-
-    Args:
-        loc (Tensor): means of the new policy, ``[*B, D]``.
-        scale (Tensor): its standard deviations, ``[*B, D]``.
-        old_loc (Tensor): means of the old policy, ``[*B, D]``.
-        old_scale (Tensor): its standard deviations, ``[*B, D]``.
-
-    Returns:
-        ``kl_mean`` and ``kl_stddev``, each ``[*B, D]``.
-
-    Examples:
-        >>> kl_mean, kl_stddev = decoupled_gaussian_kl(
-        ...     torch.tensor([2.0]), torch.tensor([1.0]), torch.tensor([0.0]), torch.tensor([1.0])
-        ... )
-        >>> kl_mean, kl_stddev
-        (tensor([2.]), tensor([0.]))
-    """
-    kl_mean = 0.5 * ((loc - old_loc) / old_scale).square()
-    # expm1 keeps bounds as tight as 1e-6 meaningful in single precision.
-    log_ratio = (old_scale / scale).log()
-    kl_stddev = 0.5 * torch.expm1(2 * log_ratio) - log_ratio
-    return kl_mean, kl_stddev
-
-
-def categorical_kl(logits: Tensor, old_logits: Tensor) -> Tensor:
-    r""":math:`KL(\text{old} \| \text{new}) = \sum_a \pi'(a) (\log \pi'(a) - \log \pi(a))`.
-
-    Args:
-        logits (Tensor): of the new policy, ``[*B, A]``; they need not be normalised.
-        old_logits (Tensor): of the old policy, ``[*B, A]``. ``-inf`` for an action that the old
-            policy never takes, which then contributes nothing.
-
-    Returns:
-        The divergence of each state, ``[*B]``.
-
-    Examples:
-        >>> categorical_kl(torch.tensor([0.0, 0.0]), torch.tensor([0.0, float("-inf")]))
-        tensor(0.6931)
-    """
-    log_prob, old_log_prob = logits.log_softmax(-1), old_logits.log_softmax(-1)
-    taken = old_log_prob > -math.inf
-    log_ratio = torch.where(taken, old_log_prob, 0.0) - torch.where(taken, log_prob, 0.0)
-    return (old_log_prob.exp() * log_ratio).sum(-1)
-
-
-def lagrangian_losses(
-    kl: Tensor, multiplier: Tensor, epsilon: Tensor | float
-) -> tuple[Tensor, Tensor]:
-    r"""The two sides of a constraint :math:`KL \le \epsilon`, each with the other held fixed.
-
-    .. math::
-        L_{KL} = \mathrm{sg}[\alpha] \, KL, \qquad L_\alpha = \alpha (\epsilon - \mathrm{sg}[KL])
-
-    Args:
-        kl (Tensor): divergences, ``[*B, D]`` or anything that broadcasts with ``multiplier``.
-        multiplier (Tensor): positive ``alpha``, ``[D]`` or scalar.
-        epsilon (Tensor or float): the bound.
-
-    Returns:
-        The penalty on the policy and the loss of the multiplier, elementwise.
-    """
-    return multiplier.detach() * kl, multiplier * (epsilon - kl.detach())
