@@ -384,7 +384,11 @@ class RunConfig:
         yield f"network.actor_sizes={list(sizes.actor_sizes)}", 20 * actor
         critic = _weights(observation_size + action_size, sizes.critic_sizes, 1)
         number = f" and network.num_critics={copies}" if copies > 1 else ""
-        yield f"network.critic_sizes={list(sizes.critic_sizes)}{number}", 20 * critic * copies
+        # Besides their numbers, the tensors of a network are objects themselves.
+        yield (
+            f"network.critic_sizes={list(sizes.critic_sizes)}{number}",
+            (20 * critic + 1e5) * copies,
+        )
 
 
 def _names(config: RunConfig, section: str, *beginnings: str) -> list[str]:
