@@ -90,6 +90,9 @@ class EnvConfig:
     """Simulator steps per action."""
     max_episode_steps: int | None = None
     """Actions after which an episode is truncated, besides the task's own limit."""
+    canonical_actions: bool = True
+    """Policies act between -1 and 1, whatever the bounds of the task. Without it they act in the
+    task's own units, as in runs of version 0.1."""
     factory: str | None = None
     """``module:name`` of what makes an environment of your own, of Gymnasium or TorchRL, when it is
     called. ``name`` is then no more than a title."""

@@ -83,21 +83,33 @@ class Actions(Protocol):
 
 
 class BoxActions:
-    """Actions between bounds: flat float32 in the data, clipped on the way to the simulators."""
+    """Actions between bounds: flat float32 in the data, clipped on the way to the simulators.
 
-    def __init__(self, low: NDArray[Any], high: NDArray[Any]) -> None:
+    Canonical ones are between -1 and 1 in the data, and ``center + scale * action`` in the
+    simulators. Actions without bounds are the same in both.
+    """
+
+    def __init__(self, low: NDArray[Any], high: NDArray[Any], *, canonical: bool = False) -> None:
         self.low, self.high = np.array(low), np.array(high)
+        self.bounded = bool(np.isfinite(low).all() and np.isfinite(high).all())
+        self.canonical = canonical and self.bounded
+        self.center, self.scale = np.zeros_like(self.low), np.ones_like(self.low)
+        if self.canonical:  # halved first: the sum may be too large for its type
+            self.center = self.high / 2 + self.low / 2
+            self.scale = self.high / 2 - self.low / 2
 
     def spec(self) -> TensorSpec:
         """Bounded, unless a bound is infinite."""
         low, high = (torch.from_numpy(x.flatten()).float() for x in (self.low, self.high))
-        if low.isfinite().all() and high.isfinite().all():
-            return Bounded(low, high, shape=low.shape, dtype=torch.float32)
-        return Unbounded(low.shape, dtype=torch.float32)
+        if not self.bounded:
+            return Unbounded(low.shape, dtype=torch.float32)
+        if self.canonical:
+            low, high = -torch.ones_like(low), torch.ones_like(high)
+        return Bounded(low, high, shape=low.shape, dtype=torch.float32)
 
     def read(self, actions: NDArray[Any]) -> NDArray[Any]:
-        """Clip, shape and cast."""
-        actions = actions.reshape(-1, *self.low.shape)
+        """Shape, scale, clip and cast."""
+        actions = self.center + self.scale * actions.reshape(-1, *self.low.shape)
         actions = np.minimum(np.maximum(actions, self.low), self.high)
         if not np.isfinite(actions).all():
             raise no_action(actions[~np.isfinite(actions)][0])

@@ -19,11 +19,11 @@ from torchrl.data.tensor_specs import TensorSpec
 from torchrl.objectives.utils import ValueEstimators, _cache_values, distance_loss
 from typing_extensions import Self
 
-from minerva_torchrl.objectives._base import DualLossModule
+from minerva_torchrl.objectives._base import DualLossModule, full_precision, in_full_precision
 from minerva_torchrl.objectives.checks import check_choice, check_positive, check_value_scale
 from minerva_torchrl.objectives.policies import policy_family
 from minerva_torchrl.objectives.reductions import explained_variance, masked_mean, masked_std
-from minerva_torchrl.objectives.specs import action_place, resolve_action_spec
+from minerva_torchrl.objectives.specs import action_place, reads, resolve_action_spec
 from minerva_torchrl.objectives.swapping import using
 
 _ESTIMATOR_ALIASES = {"returns": ValueEstimators.TD1, "dae": ValueEstimators.TD0}
@@ -91,6 +91,12 @@ class OnPolicyLoss(DualLossModule):
                 "critic_network must be a TensorDictModule that writes 'state_value', "
                 f"got {type(critic_network).__name__}."
             )
+        if reads(critic_network.in_keys, action_key):
+            raise ValueError(
+                f"critic_network reads the action {action_key!r}, but {type(self).__name__} needs "
+                "the value of the state alone. Use a critic of states, such as "
+                "ValueOperator(network, in_keys=['observation']); MPOLoss takes critics of actions."
+            )
         check_value_scale(critic_network, type(self))
         check_positive("critic_coeff", critic_coeff)
         check_choice("loss_critic_type", loss_critic_type, ("l2", "l1", "smooth_l1"))
@@ -151,6 +157,7 @@ class OnPolicyLoss(DualLossModule):
 
     # Advantages and critic -----------------------------------------------------------------------
 
+    @in_full_precision
     def critic_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss of the critic, and its metrics.
 
@@ -165,8 +172,9 @@ class OnPolicyLoss(DualLossModule):
     def _critic_value(self, tensordict: TensorDictBase) -> Tensor:
         """Present value of each state, ``[*B, 1]``."""
         inputs = tensordict.select(*self.critic_network.in_keys)
-        with using(self.critic_network, self.critic_network_params):
-            value = self.critic_network(inputs).get(self.tensor_keys.value)
+        network = self.critic_network
+        with using(network, self.critic_network_params), self._precision_of_networks():
+            value = full_precision(network(inputs).get(self.tensor_keys.value))
         shape = (*tensordict.shape, 1)
         if value.shape != shape:
             raise ValueError(

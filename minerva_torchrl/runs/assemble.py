@@ -181,6 +181,7 @@ def make_evaluation_env(
         seed=evaluation_seed(config),
         frame_skip=config.env.frame_skip,
         max_episode_steps=config.env.max_episode_steps,
+        canonical_actions=config.env.canonical_actions,
         observation_norm=norms[0].frozen_view() if norms else False,
     )
 
