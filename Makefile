@@ -10,10 +10,10 @@ STAMP := $(VENV)/.installed
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all bench results-smoke report check format clean
+.PHONY: help train test test-all campaign campaign-quick bench results-smoke report check format clean
 
 help: ## list the targets
-	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-13s  %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s  %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
 
 train: $(STAMP) ## train MPO on cartpole-balance in a few minutes (ARGS="..." changes settings)
 	@$(BIN)/python examples/mpo_dmc.py total_frames=16_000 eval.interval=2_000 $(ARGS)
@@ -23,6 +23,12 @@ test: $(STAMP) ## run the tests (ARGS="..." goes to pytest)
 
 test-all: $(STAMP) ## run the tests, slow ones included
 	@$(PYTEST) -m "slow or not slow" $(ARGS)
+
+campaign: $(STAMP) ## put the promises of docs/reliability.md to the test (at most 45 minutes)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.campaign --jobs $(JOBS) $(ARGS)
+
+campaign-quick: $(STAMP) ## a sample of the campaign (at most 5 minutes)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.campaign --quick --jobs $(JOBS) $(ARGS)
 
 bench: $(STAMP) ## run the quick benchmarks (ARGS="--cpu" on a busy machine)
 	@$(BIN)/python benchmarks/quick.py $(ARGS)

@@ -45,9 +45,10 @@ from mpo_floor import Policy
 from minerva_torchrl import make_env
 from minerva_torchrl.envs.batched import copy_seeds
 from minerva_torchrl.modules import DirectModule, GaussianPolicy
+from minerva_torchrl.trainers import DirectCollector
 
 LAYERS = (512, 256)
-# What a training run gives its collector.
+# What a training run gives its collector, for one of TorchRL's.
 COLLECTOR: dict[str, Any] = {
     "total_frames": -1,
     "policy_device": "cpu",
@@ -141,7 +142,7 @@ def plain_policy(actor: ProbabilisticActor) -> Policy:
 
 def make_collector(env: EnvBase, actor: ProbabilisticActor, frames: int) -> Collector:
     """The collector of a training run."""
-    return Collector(env, actor, frames_per_batch=frames, **COLLECTOR)
+    return DirectCollector(env, actor, frames_per_batch=frames)
 
 
 def make_workers(
@@ -220,7 +221,8 @@ def make_cases(
         cases[f"minerva_torchrl[{workers} x 8 envs]"] = from_collector(collector)
     env = make_torchrl_env(name)
     actor = make_actor(env, module_class=TensorDictModule)
-    cases["torchrl"] = from_collector(make_collector(env, actor, frames))
+    collector = Collector(env, actor, frames_per_batch=frames, **COLLECTOR)
+    cases["torchrl"] = from_collector(collector)
     return cases
 
 

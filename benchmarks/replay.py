@@ -5,7 +5,8 @@
 
 The buffers are those of training runs of MPO, with everything that Retrace needs. The floor is a
 ring of plain tensors: slices are written to store, and `index_select` draws. `first 256 x T` is the
-first draw of sequences after something was stored.
+first draw of sequences after something was stored. `SliceSampler` is TorchRL's, on the same frames;
+it draws episodes equally often, not steps.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from typing import Any
 import torch
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
+from torchrl.data import SliceSampler, TensorDictReplayBuffer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from _harness import Result, make_parser, measure, print_json, report, start
@@ -170,6 +172,19 @@ class Filled:
             ours.extend(self.new)
             ours.sample()
 
+        slices = TensorDictReplayBuffer(
+            storage=self.buffer.storage,
+            sampler=SliceSampler(
+                slice_len=length, traj_key=("collector", "traj_ids"), cache_values=True
+            ),
+            batch_size=self.count * length,
+        )
+
+        def first_of_slices() -> None:
+            ours.extend(self.new)
+            slices.sampler.extend(None)  # as if it had been stored there
+            slices.sample()
+
         def first_of_floor() -> None:
             floor.extend(rows)
             floor.sample_sequences(self.count, length)
@@ -184,8 +199,10 @@ class Filled:
         shape = f"{self.count} x {length}"
         return {
             f"minerva_torchrl[{shape}]": ours.sample,
+            f"SliceSampler[{shape}]": slices.sample,
             f"floor[{shape}]": lambda: floor.sample_sequences(self.count, length),
             f"minerva_torchrl[first {shape}]": first_of_ours,
+            f"SliceSampler[first {shape}]": first_of_slices,
             f"floor[first {shape}]": first_of_floor,
         }
 
@@ -193,11 +210,11 @@ class Filled:
 def check_agreement(filled: Filled) -> None:
     """What is drawn is what both have stored there; sequences go through one episode in order."""
     length, size = filled.length, filled.floor.size
-    sample = filled.memory.sample().reshape(-1)
+    sample = filled.memory.sample()
+    valid = sample.get(("collector", "mask"), torch.ones(sample.shape, dtype=torch.bool))
+    valid, sample = valid.reshape(-1, length), sample.reshape(-1)
     index = sample["index"].flatten()
     expected = filled.floor.gather(index)
-    if length > 1:  # TorchRL's sampler marks the ends of sequences
-        expected["truncated"].reshape(-1, length)[:, -1] = True
     for name, tensor in expected.items():
         assert torch.equal(tensor, plain(sample)[name]), f"{name} differs from the floor's"
     floor = filled.floor.sample_sequences(filled.count, length)
@@ -206,7 +223,7 @@ def check_agreement(filled: Filled) -> None:
         assert (episode == episode[:, :1]).all(), "a sequence goes from one episode to the next"
     steps = index.reshape(-1, length)
     following = (steps[:, :1] + torch.arange(length)) % size
-    assert torch.equal(steps, following), "a sequence leaves out a step"
+    assert torch.equal(steps[valid], following[valid]), "a sequence leaves out a step"
 
 
 def report_bytes(filled: Filled, env: str, *, as_json: bool) -> None:

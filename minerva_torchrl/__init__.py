@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
-
-from minerva_torchrl.objectives import MPOLoss, Retrace, VMPOLoss, make_ppo_loss
-from minerva_torchrl.trainers import (
-    MPOOptimizationStepper,
-    MPOTrainer,
-    VMPOOptimizationStepper,
-    VMPOTrainer,
-)
 
 if TYPE_CHECKING:
     from minerva_torchrl.envs import make_env
+    from minerva_torchrl.objectives import MPOLoss, Retrace, VMPOLoss, make_ppo_loss
+    from minerva_torchrl.trainers import (
+        MPOOptimizationStepper,
+        MPOTrainer,
+        VMPOOptimizationStepper,
+        VMPOTrainer,
+    )
 
 __version__ = "0.1.0"
 
@@ -30,11 +30,25 @@ __all__ = [
     "make_ppo_loss",
 ]
 
+_PLACES = {
+    "MPOLoss": "objectives",
+    "MPOOptimizationStepper": "trainers",
+    "MPOTrainer": "trainers",
+    "Retrace": "objectives",
+    "VMPOLoss": "objectives",
+    "VMPOOptimizationStepper": "trainers",
+    "VMPOTrainer": "trainers",
+    "make_env": "envs",
+    "make_ppo_loss": "objectives",
+}
+
 
 def __getattr__(name: str) -> Any:
-    """Import simulators only when an environment is asked for: the losses need none."""
-    if name == "make_env":
-        from minerva_torchrl.envs import make_env
-
-        return make_env
+    """Import what is asked for: PyTorch takes seconds, and the losses need no simulators."""
+    if name in _PLACES:
+        return getattr(import_module(f"{__name__}.{_PLACES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

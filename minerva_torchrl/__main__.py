@@ -33,7 +33,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     command, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     commands = {"train": _train, "evaluate": _evaluate, "report": _report, "envs": _envs}
     if command in commands:
-        return commands[command](rest)
+        from minerva_torchrl.runs.start import quiet_interrupts
+
+        with quiet_interrupts():
+            return commands[command](rest)
     if command in ("-h", "--help"):
         sys.stdout.write(_HELP)
         return 0
@@ -45,7 +48,7 @@ def _train(arguments: list[str]) -> int:
 
     algo, *rest = arguments or ["--help"]
     if algo in ALGORITHMS:
-        from minerva_torchrl.runs.cli import train_main
+        from minerva_torchrl.runs.start import train_main
 
         train_main(algo, rest)
         return 0

@@ -6,7 +6,7 @@ import difflib
 import math
 from collections.abc import Iterable, Sequence
 
-__all__ = ["close_names", "did_you_mean", "format_duration"]
+__all__ = ["close_names", "did_you_mean", "format_duration", "one_line"]
 
 
 def close_names(name: str, known: Iterable[str]) -> list[str]:
@@ -47,3 +47,16 @@ def format_duration(seconds: float) -> str:
     if hours:
         return f"{hours}h{minutes:02}m"
     return f"{minutes}m{rest:02}s" if minutes else f"{rest}s"
+
+
+def one_line(error: BaseException) -> str:
+    r"""What an error says, in a line that is not too long; its class if it says nothing.
+
+    Examples:
+        >>> one_line(ValueError("too\nlarge"))
+        'too large'
+        >>> one_line(KeyError())
+        'KeyError'
+    """
+    text = " ".join(str(error).split())
+    return (text if len(text) <= 300 else f"{text[:300]}...") or type(error).__name__

@@ -8,15 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from minerva_torchrl.algorithms.common import Algorithm, Preset
 from minerva_torchrl.algorithms.config import RunConfig
+
+if TYPE_CHECKING:
+    from minerva_torchrl.algorithms.common import Algorithm, Preset
 
 __all__ = ["ALGORITHMS", "Algorithm", "Preset", "Registry", "RunConfig", "register"]
 
 
-class Registry(Mapping[str, type[Algorithm[Any]]]):
+def __getattr__(name: str) -> Any:
+    """Import PyTorch only for what needs it: names and settings do not."""
+    if name in ("Algorithm", "Preset"):
+        return getattr(import_module(f"{__name__}.common"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+class Registry(Mapping[str, "type[Algorithm[Any]]"]):
     """Algorithms by name. A file is imported when its algorithm is asked for.
 
     Args:

@@ -5,10 +5,14 @@ What an algorithm adds, or does differently, is in its own file.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, is_dataclass
 from inspect import Parameter, signature
+from itertools import pairwise
+from math import inf
 from typing import Any, Literal, TypeVar
+
+from minerva_torchrl.objectives.duals import DualVariable
 
 __all__ = [
     "CheckpointConfig",
@@ -23,9 +27,12 @@ __all__ = [
     "RunConfig",
     "arguments_of",
     "not_positive",
+    "out_of_range",
 ]
 
 T = TypeVar("T")
+
+_SMALLEST_DUAL = signature(DualVariable).parameters["floor"].default
 
 
 def arguments_of(function: Callable[..., Any]) -> Callable[[type[T]], type[T]]:
@@ -211,7 +218,8 @@ class RunConfig:
     num_threads: int = 1
     """Threads of torch: small networks are fastest with one."""
     max_skipped: int = 10
-    """Batches in a row that may not be finite before the run is given up."""
+    """Steps of an environment, batches or updates in a row that may not be finite before the run is
+    given up."""
     callbacks: tuple[str, ...] = ()
     """``module:name`` of callbacks of your own: classes or functions that are called with nothing.
     """
@@ -233,8 +241,22 @@ class RunConfig:
         yield from not_positive(self, "collector.frames_per_batch", "logger.interval")
         yield from not_positive(self, "eval.interval", "eval.episodes")
         yield from not_positive(self, "checkpoint.interval", "checkpoint.keep")
-        rates = [name for name in vars(self.optim) if name.startswith(("lr", "adam_eps"))]
-        yield from not_positive(self, *(f"optim.{name}" for name in rates))
+        rates = _names(self, "optim", "lr", "adam_eps")
+        bounds = _names(self, "loss", "epsilon", "clip_value", "critic_coeff")
+        yield from not_positive(self, *rates, *bounds, *_names(self, "network", "init_scale"))
+        yield from not_positive(self, *_names(self, "loss", "num_"))
+        duals = _names(self, "loss", "init_")
+        yield from out_of_range(self, 1e6, *duals, least=_SMALLEST_DUAL)
+        yield from not_positive(
+            self, *_names(self, "optim", "num_", "clip", "target_", "minibatch")
+        )
+        yield from out_of_range(self, 10.0, *rates)
+        yield from out_of_range(self, 1e6, *bounds, *_names(self, "network", "init_scale"))
+        yield from out_of_range(self, 1_000, "env.frame_skip")
+        yield from out_of_range(self, 2**63 - 1, *_integers(self))
+        for name in ("run_dir", "resume"):
+            yield from _problems_with_path(name, getattr(self, name))
+        yield from self.problems_with_episodes(self.env.max_episode_steps)
         for name, seed in (("seed", self.seed), ("eval.seed", self.eval.seed)):
             if seed is not None and not 0 <= seed < 2**32:
                 yield f"{name} must be between 0 and 2**32 - 1, got {seed}."
@@ -261,6 +283,66 @@ class RunConfig:
                 f"{self.collector.frames_per_batch} and {self.env.num_envs}."
             )
 
+    def problems_with_episodes(self, steps: int | None) -> Iterator[str]:
+        """What is impossible with episodes of so many actions at most (``None``: no limit)."""
+        yield from ()
+
+    def problems_of_new_run(self) -> Iterator[str]:
+        """What makes no sense to begin with, though there may be such runs already."""
+        yield from ()
+
+    def memory(self, observation_size: int, action_size: int) -> Iterator[tuple[str, float]]:
+        """What needs much memory, and about how many bytes.
+
+        Args:
+            observation_size (int): numbers in an observation.
+            action_size (int): numbers in an action.
+        """
+        step = 4.0 * (2 * observation_size + 3 * action_size + 12)
+        frames = self.collector.frames_per_batch
+        yield f"collector.frames_per_batch={frames}", 2 * step * frames
+        # Parameters, gradients, two moments of Adam, and targets.
+        sizes, copies = self.network, getattr(self.network, "num_critics", 1)
+        actor = _weights(observation_size, sizes.actor_sizes, 2 * action_size)
+        yield f"network.actor_sizes={list(sizes.actor_sizes)}", 20 * actor
+        critic = _weights(observation_size + action_size, sizes.critic_sizes, 1)
+        number = f" and network.num_critics={copies}" if copies > 1 else ""
+        yield f"network.critic_sizes={list(sizes.critic_sizes)}{number}", 20 * critic * copies
+
+
+def _names(config: RunConfig, section: str, *beginnings: str) -> list[str]:
+    """Dotted names of the settings of a section that begin in certain ways."""
+    names = [name for name in vars(getattr(config, section)) if name.startswith(beginnings)]
+    return [f"{section}.{name}" for name in names]
+
+
+def _weights(inputs: int, sizes: Sequence[int], outputs: int) -> float:
+    """Parameters of a network of linear layers."""
+    widths = [float(inputs), *map(float, sizes), float(outputs)]
+    return sum((before + 1) * after for before, after in pairwise(widths))
+
+
+def _integers(section: Any, path: str = "") -> Iterator[str]:
+    """Dotted names of all settings that are integers."""
+    for name, value in vars(section).items():
+        if is_dataclass(value):
+            yield from _integers(value, f"{path}{name}.")
+        elif (
+            isinstance(value, int) and not isinstance(value, bool) and name not in ("seed", "size")
+        ):  # with bounds of their own
+            yield f"{path}{name}"
+
+
+def _problems_with_path(name: str, path: str | None) -> Iterator[str]:
+    """What file systems can't take."""
+    if path is None:
+        return
+    longest = max((len(part.encode(errors="replace")) for part in path.split("/")), default=0)
+    if longest > 255 or len(path.encode(errors="replace")) > 4000:
+        yield f"{name} is too long: names have at most 255 bytes, and paths 4000."
+    if not path.strip() or not path.isprintable():
+        yield f"{name} must be the path of a folder, got {path!r}."
+
 
 def not_positive(config: RunConfig, *names: str) -> Iterator[str]:
     """A line for each of some settings that is a number, but not a positive one."""
@@ -268,5 +350,24 @@ def not_positive(config: RunConfig, *names: str) -> Iterator[str]:
         value: object = config
         for part in name.split("."):
             value = getattr(value, part)
-        if isinstance(value, (int, float)) and not value > 0:
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and not value > 0:
             yield f"{name} must be positive, got {value}."
+
+
+def out_of_range(config: RunConfig, most: float, *names: str, least: float = -inf) -> Iterator[str]:
+    """A line for each of some settings that is a number outside of a range."""
+    for name in names:
+        value: object = config
+        for part in name.split("."):
+            value = getattr(value, part)
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            continue
+        if not least <= value <= most:
+            where = f"at most {_number(most)}" if value > most else f"at least {_number(least)}"
+            yield f"{name} must be {where}, got {_number(value)}."
+
+
+def _number(value: float) -> str:
+    if isinstance(value, int) and abs(value) >= 10**9:
+        return "2**63 - 1" if value == 2**63 - 1 else f"{value:.4g}"
+    return str(value)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from tensordict.nn import ProbabilisticTensorDictSequential
-from torchrl.data import LazyTensorStorage, OneHot, SliceSampler, TensorDictReplayBuffer
+from torchrl.data import LazyTensorStorage, OneHot, TensorDictReplayBuffer
 from torchrl.envs import EnvBase
 from torchrl.objectives import ValueEstimators
 
@@ -26,10 +25,16 @@ from minerva_torchrl.algorithms.config import (
     RunConfig,
     arguments_of,
     not_positive,
+    out_of_range,
 )
 from minerva_torchrl.modules import DirectModule, GaussianPolicy, StateActionCritic
 from minerva_torchrl.objectives import MPOLoss
-from minerva_torchrl.trainers import MPOOptimizationStepper, MPOTrainer, make_target_updater
+from minerva_torchrl.trainers import (
+    MPOOptimizationStepper,
+    MPOTrainer,
+    SequenceSampler,
+    make_target_updater,
+)
 
 __all__ = ["MPO", "MPOConfig"]
 
@@ -47,7 +52,8 @@ class ReplayBufferConfig:
     n_steps: int = 5
     """Steps that a transition spans."""
     sequence_length: int = 1
-    """Length of the sequences to draw, for ``td_lambda`` and ``retrace``; 1 draws transitions."""
+    """Length of the sequences to draw, for ``td_lambda`` and ``retrace``; 1 draws transitions.
+    Where an episode has fewer steps left, a sequence is padded."""
     warmup_frames: int = 1_000
     """Frames to collect before the first update."""
 
@@ -139,15 +145,15 @@ class MPOConfig(RunConfig):
         yield from super().problems()
         yield from not_positive(self, "replay_buffer.size", "replay_buffer.batch_size")
         yield from not_positive(self, "replay_buffer.n_steps", "replay_buffer.sequence_length")
-        yield from not_positive(self, "optim.updates_per_frame")
-        yield from not_positive(self, "network.num_critics", "network.init_scale")
+        yield from not_positive(self, "optim.updates_per_frame", "network.num_critics")
+        yield from out_of_range(self, 1_000, "optim.updates_per_frame")
+        yield from out_of_range(self, 1.0, "optim.target_tau")
         yield from self._problems_with_sequences()
         buffer = self.replay_buffer
-        if buffer.size < buffer.batch_size * buffer.sequence_length:
+        if buffer.size < buffer.batch_size:
             yield (
-                "replay_buffer.size must be at least replay_buffer.batch_size times "
-                f"replay_buffer.sequence_length, got {buffer.size} and {buffer.batch_size} times "
-                f"{buffer.sequence_length}."
+                "replay_buffer.size must be at least replay_buffer.batch_size, got "
+                f"{buffer.size} and {buffer.batch_size}."
             )
         if buffer.size < self.collector.frames_per_batch:
             yield (
@@ -161,7 +167,7 @@ class MPOConfig(RunConfig):
                 "exactly one of optim.target_period and optim.target_tau must be set, the other "
                 f"null; got {self.optim.target_period} and {self.optim.target_tau}."
             )
-        if self.updates_per_batch < 1:
+        if self.optim.updates_per_frame * self.collector.frames_per_batch <= 0.5:
             yield (
                 "optim.updates_per_frame times collector.frames_per_batch must be at least one "
                 f"update, got {self.optim.updates_per_frame} times "
@@ -185,19 +191,46 @@ class MPOConfig(RunConfig):
                 "replay_buffer.n_steps must be 1 for sequences (replay_buffer.sequence_length="
                 f"{length}), got {self.replay_buffer.n_steps}."
             )
-        if length > (self.env.max_episode_steps or math.inf):
+
+    def problems_with_episodes(self, steps: int | None) -> Iterator[str]:
+        """What is impossible with episodes of so many actions at most (``None``: no limit)."""
+        for name in ("n_steps", "sequence_length"):
+            value = getattr(self.replay_buffer, name)
+            if steps is not None and value > steps > 0:
+                yield (
+                    f"replay_buffer.{name} must be at most the {steps} steps of an episode "
+                    f"(env.max_episode_steps, or the task's own limit), got {value}."
+                )
+
+    def problems_of_new_run(self) -> Iterator[str]:
+        """What makes no sense to begin with, though there may be such runs already."""
+        yield from super().problems_of_new_run()
+        warmup = self.replay_buffer.warmup_frames
+        if self.total_frames < warmup:
             yield (
-                "replay_buffer.sequence_length must be at most env.max_episode_steps, got "
-                f"{length} and {self.env.max_episode_steps}."
+                "total_frames must be at least replay_buffer.warmup_frames, before which nothing "
+                f"is learned; got {self.total_frames} and {warmup}."
             )
-        steps = self.collector.frames_per_batch // max(self.env.num_envs, 1)
-        if self.env.num_envs > 1 and length > steps:
-            yield (
-                f"replay_buffer.sequence_length must be at most the {steps} steps that each of "
-                f"env.num_envs={self.env.num_envs} environments makes in a batch "
-                "(collector.frames_per_batch / env.num_envs), because sequences do not go from one "
-                f"batch to the next; got {length}."
-            )
+
+    def memory(self, observation_size: int, action_size: int) -> Iterator[tuple[str, float]]:
+        """What needs much memory, and about how many bytes."""
+        yield from super().memory(observation_size, action_size)
+        buffer, critics = self.replay_buffer, self.network.num_critics
+        step = 4.0 * (2 * observation_size + action_size + 8)
+        yield f"replay_buffer.size={_short(buffer.size)}", step * buffer.size
+        states = float(buffer.batch_size) * buffer.sequence_length
+        samples = states * self.loss.num_action_samples
+        # What is kept of a layer for its gradient, and as much while it is computed.
+        widths = float(sum(self.network.critic_sizes) + action_size)
+        yield (
+            f"replay_buffer.batch_size={_short(buffer.batch_size)} with loss.num_action_samples="
+            f"{_short(self.loss.num_action_samples)}",
+            8 * samples * widths * critics + 2 * step * states,
+        )
+
+
+def _short(number: int) -> str:
+    return str(number) if number < 10**15 else f"{float(number):.3g}"
 
 
 # Presets -----------------------------------------------------------------------------------------
@@ -364,19 +397,15 @@ class MPO(Algorithm[MPOConfig]):
     def make_replay_buffer(self) -> TensorDictReplayBuffer:
         """A buffer that draws transitions, or sequences of one episode each."""
         settings = self.config.replay_buffer
-        length = settings.sequence_length
         sampler = None
-        if length > 1:
-            sampler = SliceSampler(
-                slice_len=length,
-                traj_key=("collector", "traj_ids"),
-                strict_length=True,
-                cache_values=True,
+        if settings.sequence_length > 1:
+            sampler = SequenceSampler(
+                settings.sequence_length, sequence_steps=self.config.loss.sequence_steps
             )
         return TensorDictReplayBuffer(
             storage=LazyTensorStorage(settings.size),
             sampler=sampler,
-            batch_size=settings.batch_size * length,
+            batch_size=settings.batch_size,
         )
 
     def make_trainer(
@@ -402,7 +431,6 @@ class MPO(Algorithm[MPOConfig]):
             optim_steps_per_batch=self.config.updates_per_batch,
             warmup_frames=buffer.warmup_frames,
             n_steps=buffer.n_steps,
-            sequence_length=buffer.sequence_length,
             gamma=self.config.loss.gamma,
             max_skipped=self.config.max_skipped,
             **arguments,

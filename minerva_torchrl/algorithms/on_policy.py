@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -20,7 +19,6 @@ from minerva_torchrl.algorithms.config import (
     EnvConfig,
     NetworkConfig,
     RunConfig,
-    not_positive,
 )
 from minerva_torchrl.modules import DirectModule, StateIndependentScale, Tanh, orthogonal_init_
 from minerva_torchrl.trainers import linear_lr_annealing
@@ -59,11 +57,6 @@ class OnPolicyConfig(RunConfig):
     env: OnPolicyEnvConfig = field(default_factory=OnPolicyEnvConfig)
     collector: CollectorConfig = field(default_factory=lambda: CollectorConfig(2048))
     network: OnPolicyNetworkConfig = field(default_factory=OnPolicyNetworkConfig)
-
-    def problems(self) -> Iterator[str]:
-        """What is impossible about these settings, one line each."""
-        yield from super().problems()
-        yield from not_positive(self, "network.init_scale")
 
 
 Config = TypeVar("Config", bound=OnPolicyConfig)

@@ -11,7 +11,7 @@ from torchrl.objectives import ClipPPOLoss
 from torchrl.trainers import Trainer
 
 from minerva_torchrl.algorithms.common import Preset, adam
-from minerva_torchrl.algorithms.config import LossConfig, OptimConfig, arguments_of, not_positive
+from minerva_torchrl.algorithms.config import LossConfig, OptimConfig, arguments_of, out_of_range
 from minerva_torchrl.algorithms.on_policy import OnPolicyAlgorithm, OnPolicyConfig
 from minerva_torchrl.modules import DirectClipPPOLoss
 from minerva_torchrl.objectives import make_ppo_loss
@@ -63,7 +63,9 @@ class PPOConfig(OnPolicyConfig):
     def problems(self) -> Iterator[str]:
         """What is impossible about these settings, one line each."""
         yield from super().problems()
-        yield from not_positive(self, "optim.num_epochs", "optim.minibatch_size")
+        yield from out_of_range(self, 1e6, "loss.value_coeff", "loss.entropy_coeff", least=0)
+        if not 0 < self.loss.clip_epsilon < 1:
+            yield f"loss.clip_epsilon must be between 0 and 1, got {self.loss.clip_epsilon}."
         frames, minibatch = self.collector.frames_per_batch, self.optim.minibatch_size
         if minibatch > 0 and frames % minibatch:
             yield (

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, Literal
 
 from tensordict.nn import ProbabilisticTensorDictSequential
 
 from minerva_torchrl.algorithms.common import Preset, adam
-from minerva_torchrl.algorithms.config import LossConfig, OptimConfig, arguments_of
+from minerva_torchrl.algorithms.config import (
+    LossConfig,
+    OptimConfig,
+    arguments_of,
+    not_positive,
+    out_of_range,
+)
 from minerva_torchrl.algorithms.on_policy import (
     OnPolicyAlgorithm,
     OnPolicyConfig,
@@ -101,6 +108,22 @@ class VMPOConfig(OnPolicyConfig):
     network: VMPONetworkConfig = field(default_factory=VMPONetworkConfig)
     loss: VMPOLossConfig = field(default_factory=VMPOLossConfig)
     optim: VMPOOptimConfig = field(default_factory=VMPOOptimConfig)
+
+    def problems(self) -> Iterator[str]:
+        """What is impossible about these settings, one line each."""
+        yield from super().problems()
+        yield from not_positive(self, "loss.top_k_fraction")
+        yield from out_of_range(self, 1.0, "loss.top_k_fraction")
+
+    def problems_of_new_run(self) -> Iterator[str]:
+        """What makes no sense to begin with, though there may be such runs already."""
+        yield from super().problems_of_new_run()
+        frames, minibatch = self.collector.frames_per_batch, self.optim.minibatch_size
+        if minibatch is not None and minibatch > frames:
+            yield (
+                "optim.minibatch_size must be at most collector.frames_per_batch, got "
+                f"{minibatch} and {frames}."
+            )
 
 
 # Presets -----------------------------------------------------------------------------------------

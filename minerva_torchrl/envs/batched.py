@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import io
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,7 +16,9 @@ from torchrl._utils import seed_generator
 from torchrl.data import Binary, Bounded, Composite, TensorSpec, Unbounded
 from torchrl.envs import EnvBase
 
+from minerva_torchrl.envs.failures import EnvironmentFailure, PolicyFailure
 from minerva_torchrl.objectives.checks import check_count
+from minerva_torchrl.text import one_line
 
 __all__ = [
     "Actions",
@@ -94,9 +96,17 @@ class BoxActions:
         """Clip, shape and cast."""
         actions = actions.reshape(-1, *self.low.shape)
         actions = np.minimum(np.maximum(actions, self.low), self.high)
-        if np.isnan(actions).any():
-            raise ValueError("an action is not a number (nan).")
+        if not np.isfinite(actions).all():
+            raise no_action(actions[~np.isfinite(actions)][0])
         return actions.astype(self.low.dtype, copy=False)
+
+
+def no_action(value: float) -> PolicyFailure:
+    """What to raise where an action is infinite or not a number."""
+    return PolicyFailure(
+        f"an action is not a finite number ({value}): the policy gave it, from observations that "
+        "are finite. Smaller learning rates may help."
+    )
 
 
 def copy_seeds(seed: int | None, num_envs: int | None) -> list[int]:
@@ -121,6 +131,12 @@ class BatchedEnv(EnvBase):
     Observations are flat and float32. Each simulator is reset on its own when its episode has
     ended, so every transition is one of a single episode. Stepping it further raises an error.
 
+    No observation is infinite or not a number. A step that leads to one, or to such a reward, is
+    *lost*: it truncates the episode of its copy, has the observation before it once more, and
+    ``nan`` as its reward, which marks it. :class:`~minerva_torchrl.trainers.hooks.FiniteBatches`
+    takes such steps out of what is trained on. A copy that loses ``max_skipped`` steps in a row
+    raises :class:`EnvironmentFailure`, and so does one that raises anything itself.
+
     ``state_dict`` holds the state of the simulators and of their random generators.
 
     Args:
@@ -132,7 +148,12 @@ class BatchedEnv(EnvBase):
         num_envs (int, optional): number of copies, or ``None`` for one without a batch dimension.
         frame_skip (int): simulator steps that an action is repeated for.
         device (torch.device, optional): device of the data.
+        title (str): what errors call it.
+        max_skipped (int): steps in a row that a copy may lose. Defaults to ``10``.
     """
+
+    on_failure: Callable[[EnvironmentFailure], None] | None = None
+    """Called before an :class:`EnvironmentFailure` is raised."""
 
     _has_frame_skip = True  # without it EnvBase would repeat the repeated steps
 
@@ -145,20 +166,26 @@ class BatchedEnv(EnvBase):
         num_envs: int | None,
         frame_skip: int,
         device: torch.device | str | None,
+        title: str,
+        max_skipped: int = 10,
     ) -> None:
         check_count("frame_skip", frame_skip)
+        check_count("max_skipped", max_skipped)
         batch_size = [] if num_envs is None else [num_envs]
         super().__init__(device=device, batch_size=batch_size)
         self.is_closed = False
-        self.frame_skip = frame_skip
+        self.frame_skip, self.title, self.max_skipped = frame_skip, title, max_skipped
         self.actions, self.observation_layout = actions, observation_layout
         self._simulators, shapes = simulators, list(observation_layout.values())
         count, width = len(simulators), sum(math.prod(shape) for shape in shapes)
         self._observation = np.zeros((*batch_size, width), np.float32)
-        self._parts = [_split(row, shapes) for row in self._observation.reshape(count, width)]
+        self._rows = self._observation.reshape(count, width)
+        self._parts = [_split(row, shapes) for row in self._rows]
         # Done, terminated and truncated. What is done must be reset first, as all must be now.
         self._flags = np.ones((3, *batch_size, 1), bool)
         self._done, self._terminated, self._truncated = self._flags.reshape(3, count)
+        # Of each copy: steps of its episode, and steps that it lost in a row.
+        self._steps, self._lost = np.zeros((2, count), np.int64)
         self._make_specs(batch_size, width)
 
     def _make_specs(self, batch_size: list[int], width: int) -> None:
@@ -192,26 +219,111 @@ class BatchedEnv(EnvBase):
 
     def _step(self, tensordict: TensorDictBase) -> TensorDict:
         actions = self.actions.read(tensordict.get("action").detach().cpu().numpy())
+        return self._output(reward=self.step_copies(actions, self._selected(tensordict, "_step")))
+
+    def step_copies(
+        self, actions: NDArray[Any], selected: Sequence[int] | None = None
+    ) -> NDArray[np.float32]:
+        """Step copies without making a TensorDict of it.
+
+        Args:
+            actions (array): as ``actions.read`` returns them.
+            selected (sequence of int, optional): numbers of the copies to step. Defaults to all.
+
+        Returns:
+            array, ``[*num_envs, 1]``: the rewards. :attr:`observation` and :attr:`flags` have the
+            rest.
+        """
         rewards = np.zeros((*self.batch_size, 1), np.float32)
-        for i in self._selected(tensordict, "_step"):
-            if self._done[i]:
-                raise RuntimeError(
-                    f"the episode of environment {i} has ended or not begun: reset it first."
-                )
-            step, reward = self._simulators[i].step, 0.0
-            for _ in range(self.frame_skip):
-                observation, frame_reward, terminated, truncated = step(actions[i])
-                reward += frame_reward
-                if terminated or truncated:
-                    break
-            self._write(i, observation, terminated, truncated)
-            rewards.flat[i] = reward
-        return self._output(reward=rewards)
+        before = self._rows.copy()
+        with np.errstate(over="ignore", invalid="ignore"):  # what is too large is found below
+            for i in range(len(self._simulators)) if selected is None else selected:
+                if self._done[i]:
+                    raise RuntimeError(
+                        f"the episode of environment {i} has ended or not begun: reset it first."
+                    )
+                self._steps[i] += 1
+                try:
+                    step, reward = self._simulators[i].step, 0.0
+                    for _ in range(self.frame_skip):
+                        observation, frame_reward, terminated, truncated = step(actions[i])
+                        reward += frame_reward
+                        if terminated or truncated:
+                            break
+                    self._write(i, observation, terminated, truncated)
+                    rewards.flat[i] = reward
+                except (Exception, SystemExit) as error:
+                    raise self._failure(i, _described(error)) from error
+            total = float(self._rows.sum() + rewards.sum())
+        # One look at the sum, because a look at every number would take longer. It may overflow.
+        if not math.isfinite(total) or self._lost.any():
+            finite = np.isfinite(self._rows).all(-1) & np.isfinite(rewards.ravel())
+            self._lost[finite] = 0
+            self._lose(~finite, before, rewards)
+        return rewards
+
+    def _lose(self, lost: NDArray[Any], before: NDArray[Any], rewards: NDArray[Any]) -> None:
+        """Put marked ends of episodes in the place of steps that are not finite."""
+        for i in np.flatnonzero(lost).tolist():
+            reward = rewards.flat[i]
+            reason = f"a reward of {reward}" if not np.isfinite(reward) else self._not_finite(i)
+            self._count_lost(i, reason)
+            self._rows[i], rewards.flat[i] = before[i], np.nan
+            self._done[i], self._terminated[i], self._truncated[i] = True, False, True
+
+    def _count_lost(self, index: int, reason: str) -> None:
+        self._lost[index] += 1
+        if self._lost[index] >= self.max_skipped:
+            raise self._failure(
+                index,
+                f"gave numbers that are not finite {self._lost[index]} times in a row (the limit, "
+                f"max_skipped, is {self.max_skipped}), now {reason}",
+            )
+
+    def _not_finite(self, index: int) -> str:
+        row = self._rows[index]
+        entry = int(np.flatnonzero(~np.isfinite(row))[0])
+        return f"an observation with {row[entry]} as its entry {entry}"
+
+    def _failure(self, index: int, what: str) -> EnvironmentFailure:
+        copy = f", copy {index} of {len(self._simulators)}," if len(self._simulators) > 1 else ""
+        moment = f"at step {self._steps[index]} of an episode" if self._steps[index] else "at reset"
+        failure = EnvironmentFailure(f"environment {self.title}{copy} {what}, {moment}.")
+        if self.on_failure is not None:
+            self.on_failure(failure)
+        return failure
 
     def _reset(self, tensordict: TensorDictBase | None = None) -> TensorDict:
-        for i in self._selected(tensordict, "_reset"):
-            self._write(i, self._simulators[i].reset(), False, False)
+        self.reset_copies(self._selected(tensordict, "_reset"))
         return self._output()
+
+    def reset_copies(self, selected: Sequence[int]) -> None:
+        """Begin episodes without making a TensorDict of it.
+
+        Args:
+            selected (sequence of int): numbers of the copies to reset.
+        """
+        for i in selected:
+            self._steps[i] = 0
+            while True:
+                try:
+                    with np.errstate(over="ignore", invalid="ignore"):
+                        self._write(i, self._simulators[i].reset(), False, False)
+                except (Exception, SystemExit) as error:
+                    raise self._failure(i, _described(error)) from error
+                if np.isfinite(self._rows[i]).all():
+                    break
+                self._count_lost(i, self._not_finite(i))
+
+    @property
+    def observation(self) -> NDArray[np.float32]:
+        """The observations of now, ``[*num_envs, O]``: memory that the next step writes into."""
+        return self._observation
+
+    @property
+    def flags(self) -> NDArray[np.bool_]:
+        """Done, terminated and truncated, ``[3, *num_envs, 1]``: such memory, too."""
+        return self._flags
 
     def _selected(self, tensordict: TensorDictBase | None, key: str) -> Sequence[int]:
         """The copies that a mask selects; all, if there is no mask."""
@@ -269,6 +381,7 @@ class BatchedEnv(EnvBase):
         state = {
             "observation": torch.from_numpy(self._observation.copy()),
             "flags": torch.from_numpy(self._flags.copy()),
+            "counts": torch.from_numpy(np.stack([self._steps, self._lost])),
             "simulators": [simulator.get_state() for simulator in self._simulators],
         }
         # As one tensor, because an EnvCreator loads everything else in the state of its first
@@ -288,6 +401,8 @@ class BatchedEnv(EnvBase):
             )
         self._observation[:] = observation
         self._flags[:] = content["flags"].numpy()
+        if "counts" in content:  # version 0.1 had none
+            self._steps[:], self._lost[:] = content["counts"].numpy()
         if not self.exact_state:
             self._done[:] = True  # to be reset
         for simulator, simulator_state in zip(self._simulators, content["simulators"], strict=True):
@@ -339,6 +454,11 @@ class BatchedEnv(EnvBase):
             for simulator in self._simulators:
                 simulator.close()
         super().close(raise_if_closed=raise_if_closed)
+
+
+def _described(error: BaseException) -> str:
+    kind, text = type(error).__name__, one_line(error).rstrip(".")
+    return f"raised {kind}" if text == kind else f"raised {kind}: {text}"
 
 
 def _split(row: NDArray[Any], shapes: Sequence[tuple[int, ...]]) -> list[NDArray[Any]]:

@@ -32,6 +32,7 @@ from minerva_torchrl.envs.batched import (
     copy_seeds,
 )
 from minerva_torchrl.envs.torchrl_env import TorchRLAsGymnasium
+from minerva_torchrl.text import one_line
 
 __all__ = ["GymnasiumEnv", "gymnasium_names"]
 
@@ -81,6 +82,7 @@ class GymnasiumEnv(BatchedEnv):
         seed (int, optional): seed of the first copy; the others follow from it. Each is used in a
             copy's first reset. Without it every environment is different.
         device (torch.device, optional): device of the data.
+        max_skipped (int): steps in a row that may not be finite. Defaults to ``10``.
         categorical_actions (bool): represent discrete actions by their numbers and not one-hot.
             Defaults to ``False``.
         wrappers (sequence of callables): Gymnasium wrappers that go around each copy, the innermost
@@ -110,6 +112,7 @@ class GymnasiumEnv(BatchedEnv):
         frame_skip: int = 1,
         seed: int | None = None,
         device: torch.device | str | None = None,
+        max_skipped: int = 10,
         categorical_actions: bool = False,
         wrappers: Sequence[Callable[[GymEnv], GymEnv]] = (),
         **make_kwargs: Any,
@@ -126,8 +129,16 @@ class GymnasiumEnv(BatchedEnv):
             num_envs=num_envs,
             frame_skip=frame_skip,
             device=device,
+            title=f"gym:{name}" if isinstance(name, str) else _title(name),
+            max_skipped=max_skipped,
         )
         self.name = name
+
+
+def _title(make: Callable[..., Any]) -> str:
+    """The name of what makes an environment."""
+    make = getattr(make, "func", make)  # of a partial
+    return f"{make.__module__}:{getattr(make, '__qualname__', type(make).__qualname__)}"
 
 
 # Spaces ------------------------------------------------------------------------------------------
@@ -199,16 +210,18 @@ def _make(name: str | Callable[..., Any], kwargs: dict[str, Any]) -> GymEnv:
         return env
     try:
         return gymnasium.make(name, **{"disable_env_checker": True, **kwargs})
-    except gymnasium.error.Error as error:
+    except Exception as error:  # of many classes: packages that are missing, wrong arguments
         unknown = (gymnasium.error.UnregisteredEnv, gymnasium.error.DeprecatedEnv)
         if isinstance(error, unknown) or "Malformed environment ID" in str(error):
             raise unknown_name("Gymnasium environment", name, gymnasium_names()) from error
-        raise
-    except ModuleNotFoundError as error:
         module = name.partition(":")[0]
-        if ":" in name and error.name in (None, module):
+        missing = error.name if isinstance(error, ModuleNotFoundError) else ""
+        if ":" in name and missing in (None, module):
             raise ValueError(f"there is no module {module!r} to import for {name!r}.") from error
-        raise
+        if isinstance(error, TypeError) and kwargs:
+            raise  # one of them is wrong
+        kind = type(error).__name__
+        raise ValueError(f"{name} can't be made here ({kind}: {one_line(error)})") from error
 
 
 def _wrap(env: GymEnv, wrappers: Sequence[Callable[[GymEnv], GymEnv]]) -> GymEnv:

@@ -11,13 +11,11 @@ import torch
 from torchrl.envs import (
     Compose,
     InitTracker,
-    ParallelEnv,
     RewardSum,
     StepCounter,
     Transform,
     TransformedEnv,
 )
-from torchrl.envs.batched_envs import _dispatch_caller_parallel
 
 from minerva_torchrl.envs._names import unknown_name
 from minerva_torchrl.envs.batched import BatchedEnv, copy_seeds
@@ -25,6 +23,7 @@ from minerva_torchrl.envs.gym import GymnasiumEnv, gymnasium_names
 from minerva_torchrl.envs.staggering import StaggeredEpisodes
 from minerva_torchrl.envs.suite import SuiteEnv, suite_names
 from minerva_torchrl.envs.transforms import RunningObservationNorm
+from minerva_torchrl.envs.workers import Workers
 from minerva_torchrl.objectives.checks import check_count
 
 __all__ = ["list_envs", "make_env"]
@@ -58,6 +57,7 @@ def make_env(
     staggered: bool = False,
     observation_norm: bool | RunningObservationNorm = False,
     device: torch.device | str | None = None,
+    max_skipped: int = 10,
     **kwargs: Any,
 ) -> TransformedEnv:
     """An environment that is ready for a collector.
@@ -100,6 +100,8 @@ def make_env(
             statistics, or with a given transform. For evaluation that is the ``frozen_view()`` of
             the one in training. Defaults to ``False``.
         device (torch.device, optional): device of the data.
+        max_skipped (int): steps in a row that a copy may lose because an observation or a reward is
+            not finite, see :class:`BatchedEnv`. Defaults to ``10``.
         **kwargs: go to the environment itself: arguments of :func:`gymnasium.make`, for example
             ``render_mode="rgb_array"``, of the task of DM Control, or of what makes it.
 
@@ -122,8 +124,15 @@ def make_env(
             f"got {type(observation_norm).__name__}."
         )
     wrappers, own_transforms = _split_wrappers(wrappers)
-    make_copies = partial(_make_base_env, name, wrappers=wrappers, frame_skip=frame_skip, **kwargs)
-    env: BatchedEnv | _Workers
+    make_copies = partial(
+        _make_base_env,
+        name,
+        wrappers=wrappers,
+        frame_skip=frame_skip,
+        max_skipped=max_skipped,
+        **kwargs,
+    )
+    env: BatchedEnv | Workers
     if num_workers > 1:
         env = _in_processes(make_copies, num_envs, num_workers, seed, device)
     else:
@@ -189,43 +198,13 @@ def _make_base_env(
     return SuiteEnv(domain, task, **kwargs)
 
 
-class _Workers(ParallelEnv):
-    """A ``ParallelEnv`` that asks its processes for ``exact_state`` and ``step_limit``.
-
-    ``ParallelEnv`` itself would return an object for them that always counts as true.
-    """
-
-    @property
-    def exact_state(self) -> bool:
-        """As in :class:`BatchedEnv`."""
-        return all(self._ask("exact_state"))
-
-    @property
-    def step_limit(self) -> int | None:
-        """As in :class:`BatchedEnv`."""
-        limit: int | None = self._ask("step_limit")[0]
-        return limit
-
-    def _ask(self, attribute: str) -> list[Any]:
-        if self.is_closed:
-            self.start()
-        return list(_dispatch_caller_parallel(attribute, self))
-
-    def load_state_dict(self, state_dict: dict[str, Any], **kwargs: Any) -> None:
-        super().load_state_dict(state_dict, **kwargs)
-        # TorchRL 0.14.1 leaves these set, and the next step would not wait for the workers
-        # (https://github.com/pytorch/rl/pull/4341).
-        for worker in range(self.num_workers):
-            self._shm_done_flags[worker] = 0
-
-
 def _in_processes(
     make_copies: partial[BatchedEnv],
     num_envs: int | None,
     num_workers: int,
     seed: int | None,
     device: torch.device | str | None,
-) -> _Workers:
+) -> Workers:
     check_count("num_envs", num_envs, optional=True)
     total = num_workers if num_envs is None else num_envs
     if total % num_workers:
@@ -234,10 +213,6 @@ def _in_processes(
         )
     per_worker = total // num_workers
     seeds = copy_seeds(seed, total)
-    kwargs = {"num_envs": per_worker if per_worker > 1 else None}
-    return _Workers(
-        num_workers,
-        make_copies,
-        create_env_kwargs=[{**kwargs, "seed": first} for first in seeds[::per_worker]],
-        device=device,
-    )
+    copies = per_worker if per_worker > 1 else None
+    kwargs = [{"num_envs": copies, "seed": first} for first in seeds[::per_worker]]
+    return Workers(make_copies, kwargs, device=device)

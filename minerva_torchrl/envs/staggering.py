@@ -56,16 +56,29 @@ class StaggeredEpisodes(Transform):
         self._last_steps: Tensor | None = None  # of the copies' first episodes
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
+        cut = self.cut(next_tensordict.get("terminated"))
+        if cut is None:
+            return next_tensordict
+        next_tensordict.set("truncated", next_tensordict.get("truncated") | cut)
+        return next_tensordict.set("done", next_tensordict.get("done") | cut)
+
+    def cut(self, terminated: Tensor) -> Tensor | None:
+        """Count a step, and say whose episode it truncates.
+
+        Args:
+            terminated (Tensor): of the step, ``[*K, 1]``.
+
+        Returns:
+            A mask of the same shape, or ``None`` once all copies are spread.
+        """
         self._steps += 1
         if self._steps >= self.episode_length:
-            return next_tensordict
-        terminated, done = next_tensordict.get("terminated"), next_tensordict.get("done")
+            return None
         if self._last_steps is None:
-            copies = torch.arange(done.numel(), device=done.device).reshape(done.shape)
-            self._last_steps = -(-copies * self.episode_length // done.numel())
-        cut = (self._last_steps == self._steps) & ~terminated
-        next_tensordict.set("truncated", next_tensordict.get("truncated") | cut)
-        return next_tensordict.set("done", done | cut)
+            count = terminated.numel()
+            copies = torch.arange(count, device=terminated.device).reshape(terminated.shape)
+            self._last_steps = -(-copies * self.episode_length // count)
+        return (self._last_steps == self._steps) & ~terminated
 
     def _reset(
         self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase

@@ -73,6 +73,7 @@ class SuiteEnv(BatchedEnv):
         seed (int, optional): seed of the first copy; the others follow from it. Without it every
             environment is different.
         device (torch.device, optional): device of the data.
+        max_skipped (int): steps in a row that may not be finite. Defaults to ``10``.
         **task_kwargs: go to the task, for example ``time_limit``.
 
     Examples:
@@ -95,6 +96,7 @@ class SuiteEnv(BatchedEnv):
         frame_skip: int = 1,
         seed: int | None = None,
         device: torch.device | str | None = None,
+        max_skipped: int = 10,
         **task_kwargs: Any,
     ) -> None:
         if (domain, task) not in suite.ALL_TASKS:
@@ -111,6 +113,8 @@ class SuiteEnv(BatchedEnv):
             num_envs=num_envs,
             frame_skip=frame_skip,
             device=device,
+            title=f"{domain}-{task}",
+            max_skipped=max_skipped,
         )
         self.domain, self.task = domain, task
 

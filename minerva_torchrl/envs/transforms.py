@@ -45,14 +45,18 @@ def _merge_moments_(mean: Tensor, variance: Tensor, count: Tensor, rows: Tensor)
         \sigma'^2 = \tfrac{1}{n + N} \big(n \sigma^2 + N v + \tfrac{n N}{n + N} (m - \mu)^2 \big)
 
     with ``m`` and ``v`` the mean and the population variance of the batch. No large numbers are
-    subtracted, unlike in the mean square minus the squared mean.
+    subtracted, unlike in the mean square minus the squared mean. Rows with an entry that is not
+    finite are left out.
     """
+    rows = rows[rows.isfinite().flatten(1).all(1) if rows.ndim > 1 else rows.isfinite()]
+    if not len(rows):
+        return
     batch_count = rows.shape[0]
-    batch_mean, batch_variance = rows.mean(0), rows.var(0, correction=0)
-    share = batch_count / (count.double() + batch_count)
+    batch_variance, batch_mean = torch.var_mean(rows, 0, correction=0)
+    share = batch_count / (float(count) + batch_count)
     deviation = batch_mean - mean
-    variance.add_(share * (batch_variance - variance + (1.0 - share) * deviation.square()))
-    mean.add_(share * deviation)
+    variance.lerp_(batch_variance.addcmul_(deviation, deviation, value=1.0 - share), share)
+    mean.add_(deviation, alpha=share)
     count.add_(batch_count)
 
 
@@ -198,8 +202,7 @@ class RunningObservationNorm(VecNormV2):
             return
         for key in data.keys(True, True):
             rows = data.get(key).to("cpu", torch.float64).reshape(-1, *self._loc.get(key).shape)
-            if len(rows):
-                _merge_moments_(self._loc.get(key), self._var.get(key), self._count.get(key), rows)
+            _merge_moments_(self._loc.get(key), self._var.get(key), self._count.get(key), rows)
 
     def _norm(
         self, data: TensorDictBase, loc: TensorDictBase, var: TensorDictBase, count: TensorDictBase
@@ -209,13 +212,32 @@ class RunningObservationNorm(VecNormV2):
         for key in data.keys(True, True):
             observation = data.get(key)
             mean, variance = (td.get(key).to(observation.device) for td in (loc, var))
-            normalized = (observation.double() - mean) / variance.sqrt().clamp_min(self.eps)
-            if self.clip is not None:
-                normalized = normalized.clamp(-self.clip, self.clip)
-            floating = observation.dtype.is_floating_point
-            dtype = observation.dtype if floating else torch.get_default_dtype()
-            result.set(out_keys[key], normalized.to(dtype))
+            result.set(out_keys[key], self._normalized(observation, mean, variance))
         return result
+
+    def _normalized(self, observation: Tensor, mean: Tensor, variance: Tensor) -> Tensor:
+        normalized = (observation.double() - mean).div_(variance.sqrt().clamp_min_(self.eps))
+        if self.clip is not None:
+            normalized.clamp_(-self.clip, self.clip)
+        floating = observation.dtype.is_floating_point
+        return normalized.to(observation.dtype if floating else torch.get_default_dtype())
+
+    def observe(self, observations: Tensor) -> Tensor:
+        """Let observations change the statistics, and normalise them: a step without TensorDict.
+
+        Args:
+            observations (Tensor): ``[*B, O]`` on the CPU, those of ``in_keys[0]``.
+
+        Returns:
+            Their normalised values.
+        """
+        key = self.in_keys[0]
+        mean, variance, count = (td.get(key) for td in (self._loc, self._var, self._count))
+        with self.lock:
+            if not self.frozen:
+                rows = observations.double().reshape(-1, *mean.shape)
+                _merge_moments_(mean, variance, count, rows)
+            return self._normalized(observations, mean, variance)
 
     def _get_loc_scale(
         self, loc_only: bool = False
@@ -352,13 +374,30 @@ class ReturnStdScaling(Transform):
 
     def _step(self, tensordict: TensorDictBase, next_tensordict: TensorDictBase) -> TensorDictBase:
         reward = next_tensordict.get(self.reward_key)
+        terminated = None
+        if self.reset_rule == "termination":
+            terminated = next_tensordict.get("terminated").cpu()
+        if self.raw_key is not None:
+            next_tensordict.set(self.raw_key, reward)
+        return next_tensordict.set(self.reward_key, self.scale(reward, terminated))
+
+    def scale(self, reward: Tensor, terminated: Tensor | None) -> Tensor:
+        """Let the rewards of a step change the statistics, and scale them.
+
+        Args:
+            reward (Tensor): ``[*B, 1]``.
+            terminated (Tensor, optional): of the same shape, on the CPU. Needed with
+                ``reset="termination"`` only.
+        """
         raw = reward.detach().to("cpu", torch.float64)
         previous = self._discounted_return
         if previous is None or previous.shape != raw.shape:
             previous = torch.zeros_like(raw)
         if self.reset_rule == "termination":
-            previous = previous * ~next_tensordict.get("terminated").cpu()
-        discounted_return = self.gamma * previous + raw
+            assert terminated is not None
+            previous = previous * ~terminated
+        # A reward that is not finite, as a step that was lost has, does not count.
+        discounted_return = torch.where(raw.isfinite(), self.gamma * previous + raw, previous)
         with self.lock:
             if not self.frozen:
                 mean, variance, count = self._moments
@@ -368,20 +407,25 @@ class ReturnStdScaling(Transform):
         scaled = raw / scale
         if self.clip is not None:
             scaled = scaled.clamp(-self.clip, self.clip)
-        if self.raw_key is not None:
-            next_tensordict.set(self.raw_key, reward)
-        return next_tensordict.set(self.reward_key, scaled.to(reward))
+        return scaled.to(reward)
+
+    def end_episodes(self, ended: Tensor | None) -> None:
+        """Start anew where episodes begin, unless ``reset="termination"``.
+
+        Args:
+            ended (Tensor, optional): where, ``[*B, 1]``; ``None`` for everywhere.
+        """
+        if self.reset_rule == "done" and self._discounted_return is not None:
+            if ended is None:
+                self._discounted_return = None
+            else:
+                mask = expand_as_right(ended.cpu(), self._discounted_return)
+                self._discounted_return = self._discounted_return.masked_fill(mask, 0.0)
 
     def _reset(
         self, tensordict: TensorDictBase, tensordict_reset: TensorDictBase
     ) -> TensorDictBase:
-        if self.reset_rule == "done" and self._discounted_return is not None:
-            mask = tensordict.get("_reset", None)
-            if mask is None:
-                self._discounted_return = None
-            else:
-                mask = expand_as_right(mask.cpu(), self._discounted_return)
-                self._discounted_return = self._discounted_return.masked_fill(mask, 0.0)
+        self.end_episodes(tensordict.get("_reset", None))
         if self.raw_key is not None:
             zero = self.parent.full_reward_spec[self.reward_key].zero()
             tensordict_reset.set(self.raw_key, zero)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import inspect
 import operator
+from collections.abc import Iterable
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, cast
 
-from tensordict import TensorDictBase
+from tensordict import NestedKey, TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictParams, skip_existing
 from torch import Tensor, nn
 from torchrl._utils import is_compiling
+from torchrl.modules import IndependentNormal, ProbabilisticActor, SafeProbabilisticModule
 
-__all__ = ["DirectModule", "using"]
+__all__ = ["DirectModule", "plain_gaussian", "using"]
 
 # Without what makes a TensorDict of tensors, and looks for outputs that exist already.
 _forward = inspect.unwrap(TensorDictModule.forward)
@@ -81,3 +83,35 @@ def _holds(module: nn.Module, params: TensorDictParams) -> bool:
         own += child._parameters.values()
     own, given = [parameter for parameter in own if parameter is not None], [*params.parameters()]
     return len(own) == len(given) > 0 and all(map(operator.is_, own, given))
+
+
+def plain_gaussian(actor: nn.Module) -> tuple[nn.Module, NestedKey | None] | None:
+    """The network of a diagonal Gaussian policy that can be called without a TensorDict.
+
+    Args:
+        actor (nn.Module): a policy.
+
+    Returns:
+        What maps the observation to mean and standard deviation, and the key of the
+        log-probability, ``None`` if it is not asked for. Or ``None`` for policies with another
+        distribution, with something around it, or with other keys than ``"observation"``,
+        ``"loc"``, ``"scale"`` and ``"action"``.
+    """
+    if type(actor) is not ProbabilisticActor:
+        return None
+    network, *rest = cast("Iterable[Any]", actor.module)
+    head = rest[0]
+    plain = len(rest) == 1 and type(network) is DirectModule
+    plain = plain and type(head) is SafeProbabilisticModule and not head.safe
+    plain = plain and head.distribution_class is IndependentNormal and not head.distribution_kwargs
+    plain = plain and head.num_samples is None
+    plain = plain and head._generator is None and head._generator_key is None
+    hooked = [m for m in (actor, network, head) if m._forward_hooks or m._forward_pre_hooks]
+    if not plain or hooked:
+        return None
+    sources = [*network.in_keys, *network.out_keys]
+    targets = [*head.in_keys, *head.dist_keys, *head.dist_sample_keys]
+    parameters = ["loc", "scale"]
+    if sources != ["observation", *parameters] or targets != [*parameters, *parameters, "action"]:
+        return None
+    return network.module, head.log_prob_key if head.return_log_prob else None

@@ -144,7 +144,8 @@ class PopArtHead(nn.Linear):
     def update(self, targets: Tensor, mask: Tensor | None = None) -> None:
         """Move the statistics towards the targets and keep the outputs.
 
-        There is no host synchronisation. A batch without any valid target changes nothing.
+        There is no host synchronisation. A batch without any valid target changes nothing; a target
+        that is not finite is not valid, nor is a batch whose variance is too large for a number.
 
         Args:
             targets (Tensor): value targets in real units, ``[*B, out_features]``.
@@ -193,13 +194,14 @@ def _batch_moments(
             f"mask must have the batch shape {tuple(batch_shape)} of targets, with or without a "
             f"last dimension of 1; got {tuple(mask.shape)}."
         )
-    valid = mask.bool().reshape(-1, 1)
     rows = targets.detach().reshape(-1, out_features)
+    valid = mask.bool().reshape(-1, 1) & rows.isfinite().all(-1, keepdim=True)
     count = valid.sum().clamp_min(1)
     # Selected, not multiplied: what a masked target contains does not matter.
     mean = torch.where(valid, rows, 0.0).sum(0) / count
     variance = torch.where(valid, (rows - mean).square(), 0.0).sum(0) / count
-    return mean, variance, valid.any()
+    fits = variance.isfinite().all()
+    return torch.where(fits, mean, 0.0), torch.where(fits, variance, 0.0), valid.any() & fits
 
 
 def popart_heads(critic_network: nn.Module) -> dict[str, PopArtHead]:

@@ -22,7 +22,7 @@ from typing_extensions import Self
 from minerva_torchrl.objectives._base import DualLossModule
 from minerva_torchrl.objectives.checks import check_choice, check_positive, check_value_scale
 from minerva_torchrl.objectives.policies import policy_family
-from minerva_torchrl.objectives.reductions import masked_mean, masked_std
+from minerva_torchrl.objectives.reductions import explained_variance, masked_mean, masked_std
 from minerva_torchrl.objectives.specs import action_place, resolve_action_spec
 
 _ESTIMATOR_ALIASES = {"returns": ValueEstimators.TD1, "dae": ValueEstimators.TD0}
@@ -204,14 +204,12 @@ class OnPolicyLoss(DualLossModule):
     def _critic_metrics(self, tensordict: TensorDictBase, value: Tensor) -> dict[str, Tensor]:
         value, mask = value.squeeze(-1), self._valid_mask(tensordict)
         target = tensordict.get(self.tensor_keys.value_target).squeeze(-1)
-        target_std = masked_std(target, mask)
-        residual_std = masked_std(target - value, mask)
         return {
-            "explained_variance": 1 - residual_std.square() / (target_std.square() + 1e-8),
+            "explained_variance": explained_variance(target, value, mask),
             "value_mean": masked_mean(value, mask),
             "value_std": masked_std(value, mask),
             "value_target_mean": masked_mean(target, mask),
-            "value_target_std": target_std,
+            "value_target_std": masked_std(target, mask),
         }
 
     def _advantage(self, tensordict: TensorDictBase) -> Tensor:

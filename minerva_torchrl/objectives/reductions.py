@@ -7,7 +7,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-__all__ = ["masked_extreme", "masked_mean", "masked_means", "masked_std"]
+__all__ = ["explained_variance", "masked_extreme", "masked_mean", "masked_means", "masked_std"]
 
 
 def masked_mean(x: Tensor, mask: Tensor | None, weights: Tensor | None = None) -> Tensor:
@@ -49,6 +49,12 @@ def masked_std(x: Tensor, mask: Tensor | None) -> Tensor:
     """Population standard deviation over the positions where ``mask`` holds."""
     mean = masked_mean(x, mask)
     return masked_mean((x - mean).square(), mask).sqrt()
+
+
+def explained_variance(target: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
+    r""":math:`1 - \mathrm{Var}[R - V] / (\mathrm{Var}[R] + 10^{-8})` where ``mask`` holds, 0-d."""
+    residual, total = masked_std(target - value, mask), masked_std(target, mask)
+    return 1 - residual.square() / (total.square() + 1e-8)
 
 
 def masked_extreme(x: Tensor, mask: Tensor | None, which: Literal["min", "max"]) -> Tensor:

@@ -14,6 +14,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 __all__ = [
+    "FEWEST_SEEDS",
     "MeanCurve",
     "area_under_curve",
     "bootstrap_interval",
@@ -24,10 +25,12 @@ __all__ = [
 ]
 
 Floats = NDArray[np.float64]
+FEWEST_SEEDS = 3
+"""Fewer say nothing about a 95 % interval."""
 
 
 class MeanCurve(NamedTuple):
-    """Mean of several learning curves, with an interval if there are at least two."""
+    """Mean of several learning curves, with an interval if there are at least three."""
 
     frames: NDArray[np.int64]
     mean: Floats
@@ -97,7 +100,7 @@ def bootstrap_interval(
     With few seeds such an interval is rough, and rather too narrow.
 
     Args:
-        values (array_like): at least two rows, one per seed; any shape behind that.
+        values (array_like): at least three rows, one per seed; any shape behind that.
 
     Keyword Args:
         confidence (float): coverage :math:`c` that is aimed at. Defaults to ``0.95``.
@@ -108,13 +111,13 @@ def bootstrap_interval(
         The lower and the upper end, of the shape of one row.
 
     Examples:
-        >>> low, high = bootstrap_interval([[10.0, 5.0], [20.0, 5.0]])
+        >>> low, high = bootstrap_interval([[10.0, 5.0], [20.0, 5.0], [30.0, 5.0]])
         >>> low.tolist(), high.tolist()
-        ([10.0, 5.0], [20.0, 5.0])
+        ([10.0, 5.0], [30.0, 5.0])
     """
     rows = np.asarray(values, dtype=np.float64)
-    if rows.ndim < 1 or len(rows) < 2:
-        raise ValueError(f"values must have at least two rows, got the shape {rows.shape}.")
+    if rows.ndim < 1 or len(rows) < FEWEST_SEEDS:
+        raise ValueError(f"values must have at least three rows, got the shape {rows.shape}.")
     if not 0 < confidence < 1:
         raise ValueError(f"confidence must be between 0 and 1, got {confidence}.")
     if resamples < 1:
@@ -208,7 +211,8 @@ def mean_curve(curves: Sequence[tuple[ArrayLike, ArrayLike]]) -> MeanCurve:
     end = min(frames[-1] for frames, _ in checked)
     grid = grid[(grid >= start) & (grid <= end)]
     rows = np.stack([np.interp(grid, frames, returns) for frames, returns in checked])
-    low, high = bootstrap_interval(rows) if len(rows) > 1 and grid.size else (None, None)
+    enough = len(rows) >= FEWEST_SEEDS and grid.size
+    low, high = bootstrap_interval(rows) if enough else (None, None)
     return MeanCurve(grid.astype(np.int64), rows.mean(0), low, high)
 
 

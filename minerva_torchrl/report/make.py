@@ -46,7 +46,8 @@ _METHOD = (
     ),
     (
         "95 % interval: percentile bootstrap of the mean over seeds, with 10,000 resamples. It is "
-        "also the band around a curve. With few seeds it is rough, and rather too narrow."
+        "also the band around a curve. With few seeds it is rough, and rather too narrow; fewer "
+        "than three have none."
     ),
     (
         "IQM: interquartile mean over seeds, the mean of the middle half; a seed at its edge "

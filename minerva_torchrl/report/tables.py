@@ -10,6 +10,7 @@ import numpy as np
 from minerva_torchrl.algorithms import ALGORITHMS
 from minerva_torchrl.report.document import Block, Code, Paragraph, Table, Text
 from minerva_torchrl.report.estimates import (
+    FEWEST_SEEDS,
     area_under_curve,
     bootstrap_interval,
     iqm,
@@ -240,7 +241,7 @@ def _budget_row(group: Group, budget: int, measured: Measurement | None) -> tupl
         return (*start, f"0 of {len(group.runs)}", "-", "-", "-", "-")
     values = measured.values
     spread = "-"
-    if len(values) > 1:
+    if len(values) >= FEWEST_SEEDS:
         spread = interval(*(float(end) for end in bootstrap_interval(values)))
     area = number(float(np.mean(measured.areas))) if measured.areas else "-"
     seeds = _reached(group, measured)

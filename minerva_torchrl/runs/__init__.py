@@ -5,30 +5,26 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from minerva_torchrl.algorithms import RunConfig
-from minerva_torchrl.algorithms.mpo import MPOConfig
-from minerva_torchrl.algorithms.ppo import PPOConfig
-from minerva_torchrl.algorithms.vmpo import VMPOConfig
-from minerva_torchrl.runs.callbacks import Callback
-from minerva_torchrl.runs.checkpoints import (
-    Checkpoint,
-    CheckpointError,
-    CheckpointStore,
-    open_checkpoint,
-)
-from minerva_torchrl.runs.evaluation import Evaluation, evaluate
-from minerva_torchrl.runs.settings import (
-    check_overrides,
-    load_config,
-    parse_config,
-    register_configs,
-)
-from minerva_torchrl.runs.strict import ConfigError
-
 if TYPE_CHECKING:
-    from minerva_torchrl.runs.cli import evaluate_main, train, train_main
+    from minerva_torchrl.algorithms import RunConfig
+    from minerva_torchrl.algorithms.mpo import MPOConfig
+    from minerva_torchrl.algorithms.ppo import PPOConfig
+    from minerva_torchrl.algorithms.vmpo import VMPOConfig
+    from minerva_torchrl.runs.callbacks import Callback
+    from minerva_torchrl.runs.checkpoints import Checkpoint, CheckpointStore, open_checkpoint
+    from minerva_torchrl.runs.cli import evaluate_main, train
+    from minerva_torchrl.runs.evaluation import Evaluation, evaluate
     from minerva_torchrl.runs.load import TrainedPolicy, load_policy
-    from minerva_torchrl.runs.run import Run
+    from minerva_torchrl.runs.manifest import CheckpointError
+    from minerva_torchrl.runs.run import Run, resume_run
+    from minerva_torchrl.runs.settings import (
+        check_overrides,
+        load_config,
+        parse_config,
+        register_configs,
+    )
+    from minerva_torchrl.runs.start import train_main
+    from minerva_torchrl.runs.strict import ConfigError
 
 __all__ = [
     "Callback",
@@ -51,22 +47,36 @@ __all__ = [
     "open_checkpoint",
     "parse_config",
     "register_configs",
+    "resume_run",
     "train",
     "train_main",
 ]
 
-_WITH_SIMULATORS = {
-    "Run": "run",
-    "TrainedPolicy": "load",
-    "evaluate_main": "cli",
-    "load_policy": "load",
-    "train": "cli",
-    "train_main": "cli",
+_PLACES = {
+    "algorithms": ("RunConfig",),
+    "algorithms.mpo": ("MPOConfig",),
+    "algorithms.ppo": ("PPOConfig",),
+    "algorithms.vmpo": ("VMPOConfig",),
+    "runs.callbacks": ("Callback",),
+    "runs.checkpoints": ("Checkpoint", "CheckpointStore", "open_checkpoint"),
+    "runs.cli": ("evaluate_main", "train"),
+    "runs.evaluation": ("Evaluation", "evaluate"),
+    "runs.load": ("TrainedPolicy", "load_policy"),
+    "runs.manifest": ("CheckpointError",),
+    "runs.run": ("Run", "resume_run"),
+    "runs.settings": ("check_overrides", "load_config", "parse_config", "register_configs"),
+    "runs.start": ("train_main",),
+    "runs.strict": ("ConfigError",),
 }
 
 
 def __getattr__(name: str) -> Any:
-    """Import simulators only for what runs them: settings and records need none."""
-    if name in _WITH_SIMULATORS:
-        return getattr(import_module(f"{__name__}.{_WITH_SIMULATORS[name]}"), name)
+    """Import what is asked for: settings and records need no simulators, names no PyTorch."""
+    for place, names in _PLACES.items():
+        if name in names:
+            return getattr(import_module(f"minerva_torchrl.{place}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

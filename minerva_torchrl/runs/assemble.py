@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModule
 from torch import nn
-from torchrl.collectors import Collector
 from torchrl.data import TensorDictReplayBuffer
 from torchrl.envs import TransformedEnv
 from torchrl.objectives.common import LossModule
@@ -19,7 +18,9 @@ from minerva_torchrl.algorithms import ALGORITHMS, RunConfig
 from minerva_torchrl.envs import ReturnStdScaling, RunningObservationNorm, make_env
 from minerva_torchrl.modules import keep_freed_memory
 from minerva_torchrl.runs.parts import UserParts, find_parts
+from minerva_torchrl.runs.sizes import check_memory
 from minerva_torchrl.runs.strict import ConfigError
+from minerva_torchrl.trainers import DirectCollector
 
 __all__ = [
     "Assembly",
@@ -40,7 +41,7 @@ class Assembly:
     """What a run consists of."""
 
     env: TransformedEnv
-    collector: Collector
+    collector: DirectCollector
     loss: LossModule
     trainer: Trainer
     replay_buffer: TensorDictReplayBuffer | None = None
@@ -70,18 +71,18 @@ def assemble(config: RunConfig, parts: UserParts | None = None) -> Assembly:
     np.random.seed(config.seed)
     keep_freed_memory()
     env = make_training_env(config, parts)
+    problems = list(config.problems_with_episodes(env.base_env.step_limit))
+    if problems:
+        raise ConfigError(problems)
+    check_memory(config, env)
     loss = make_actor_and_loss(config, env, device, parts)
     if config.compile.enabled:
         _compile_networks(loss, config.compile.mode)
-    collector = Collector(
+    collector = DirectCollector(
         env,
         loss.actor_network,
         frames_per_batch=config.collector.frames_per_batch,
-        total_frames=-1,
         policy_device=device,
-        env_device="cpu",
-        storing_device="cpu",
-        trust_policy=True,
     )
     algorithm = ALGORITHMS[config.algo](config)
     replay_buffer = algorithm.make_replay_buffer()
@@ -107,9 +108,9 @@ def resolve_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.empty((), device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
+        torch.zeros((), device=device).add(1).item()
+    except Exception as error:  # of another class for each kind of device
+        reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ConfigError([f"device {name!r} can't be used here: {reason}"]) from None
     return device
 
@@ -126,7 +127,14 @@ def make_training_env(config: RunConfig, parts: UserParts) -> TransformedEnv:
     simulator, kwargs = parts.simulator(config, video=False)
     title = "env.name" if parts.make_env is None else parts.env_title
     try:
-        env = make_env(simulator, wrappers=parts.wrappers, **arguments, seed=config.seed, **kwargs)
+        env = make_env(
+            simulator,
+            wrappers=parts.wrappers,
+            max_skipped=config.max_skipped,
+            **arguments,
+            seed=config.seed,
+            **kwargs,
+        )
     except ValueError as error:
         of_wrappers = str(error).startswith("wrappers: ")
         problem = f"env.{error}" if of_wrappers else f"{title}: {error}"
@@ -154,6 +162,7 @@ def make_evaluation_env(
         frame_skip=config.env.frame_skip,
         max_episode_steps=config.env.max_episode_steps,
         observation_norm=norms[0].frozen_view() if norms else False,
+        max_skipped=config.max_skipped,
         **kwargs,
     )
 

@@ -10,10 +10,12 @@ import pickle
 import re
 import secrets
 import shutil
+import stat
+import zipfile
 from collections import OrderedDict
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
@@ -21,23 +23,31 @@ import torch
 from torch import Tensor
 
 from minerva_torchrl.objectives.checks import check_choice, check_count
+from minerva_torchrl.runs.atomic import TEMPORARY, check_kind, flush_folder, open_file
+from minerva_torchrl.runs.manifest import (
+    FORMAT,
+    MANIFEST,
+    PART_NAME,
+    VERSION,
+    CheckpointError,
+    check_archive,
+    package_versions,
+    read_manifest,
+    verify_part,
+)
 
-__all__ = ["Checkpoint", "CheckpointError", "CheckpointStore", "open_checkpoint"]
+__all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "CheckpointStore",
+    "open_checkpoint",
+]
 
-_FORMAT = "minerva_torchrl checkpoint"
-_VERSION = 1
-_MANIFEST = "manifest.json"
-_TEMPORARY = ".tmp-"
 # The links, and how the names of the folders that they point to begin.
 _PREFIXES = {"last": "frames", "best": "best"}
-_PART_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]*")
 _PLAIN_TYPES = (bool, float, complex, str, type(None), torch.Size, torch.dtype, torch.device)
 # Longer integers are pickled in a way that a safe load does not know.
 _MAX_INTEGER_BITS = 2039
-
-
-class CheckpointError(Exception):
-    """A checkpoint can't be read. The message is one line that names the path and the reason."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +59,23 @@ class Checkpoint:
         frames: number of frames when it was saved.
         metadata: what was saved with it as JSON.
         parts: names of its parts.
+        versions: the packages that it was made with; none if they are not known.
     """
 
     path: Path
     frames: int
     metadata: dict[str, Any]
     parts: tuple[str, ...]
+    versions: dict[str, str] = field(default_factory=dict)
+
+    def other_versions(self) -> list[str]:
+        """What is installed in another version now, such as ``"torch 2.6.0 (now 2.7.0)"``."""
+        now = package_versions()
+        return [
+            f"{name} {version} (now {now[name]})"
+            for name, version in self.versions.items()
+            if name in now and now[name] != version
+        ]
 
     def load(self, part: str) -> Any:
         """A part, with its tensors on the CPU. A file that would run code is refused."""
@@ -64,8 +85,10 @@ class Checkpoint:
             )
         file = self.path / f"{part}.pt"
         try:
-            return torch.load(file, map_location="cpu", weights_only=True)
-        except pickle.UnpicklingError:
+            with open_file(file) as stream:
+                check_archive(stream)
+                return torch.load(stream, map_location="cpu", weights_only=True)
+        except (pickle.UnpicklingError, zipfile.BadZipFile):
             # PyTorch's message is long, and its advice is to load the file without safety.
             raise CheckpointError(
                 f"{file}: refused, because it is not a file of tensors and plain values only."
@@ -131,7 +154,8 @@ class CheckpointStore:
 
         Keyword Args:
             frames (int): number of frames so far.
-            metadata (Mapping): anything that JSON can hold; for what is read without the parts.
+            metadata (Mapping): anything that JSON can hold, and JSON has neither NaN nor infinity;
+                for what is read without the parts.
             name (str): the link to set, ``"last"`` (default) or ``"best"``.
 
         Returns:
@@ -141,12 +165,12 @@ class CheckpointStore:
         if type(frames) is not int or frames < 0:
             raise ValueError(f"frames must be an integer of at least 0, got {frames!r}.")
         for part in parts:
-            if not _PART_NAME.fullmatch(part):
+            if not PART_NAME.fullmatch(part):
                 raise ValueError(
                     f"the name of a part must be letters, digits, '_', '.' or '-', got {part!r}."
                 )
         safe_parts = {part: _safe_value(value, (part,)) for part, value in parts.items()}
-        json_metadata = json.loads(json.dumps(dict(metadata)))
+        json_metadata = json.loads(json.dumps(dict(metadata), allow_nan=False))
 
         self.folder.mkdir(parents=True, exist_ok=True)
         self._turn_into_link(name)
@@ -155,7 +179,7 @@ class CheckpointStore:
         try:
             _write_checkpoint(temporary, safe_parts, frames, json_metadata)
             os.rename(temporary, final)
-            _flush_folder(self.folder)
+            flush_folder(self.folder)
             self._link(name, final)
         except BaseException:
             # If the link was set already, the new checkpoint is complete and in use.
@@ -183,7 +207,7 @@ class CheckpointStore:
         """
         self._remove_temporary()
         folders, linked = self._folders("last"), self._linked()
-        unwanted = [folder for folder in folders if not (folder / _MANIFEST).exists()]
+        unwanted = [folder for folder in folders if not (folder / MANIFEST).exists()]
         last = self._target("last")
         if last in folders:
             # Newer than the last one: its process was killed before it could set the link.
@@ -209,7 +233,7 @@ class CheckpointStore:
         found = []
         for path in self.folder.glob(f"{_PREFIXES[name]}-*"):
             match = pattern.fullmatch(path.name)
-            if match and path.is_dir():
+            if match and path.is_dir() and not path.is_symlink():
                 found.append((int(match[1]), int(match[2] or 0), path))
         return [path for *_, path in sorted(found)]
 
@@ -232,18 +256,18 @@ class CheckpointStore:
         temporary = self._temporary_path()
         os.symlink(folder.name, temporary)
         os.replace(temporary, self.folder / name)
-        _flush_folder(self.folder)
+        flush_folder(self.folder)
 
     def _turn_into_link(self, name: str) -> None:
         """Undo what programs do that copy a folder in place of a link to it, such as ``scp -r``."""
         link = self.folder / name
         if link.is_dir() and not link.is_symlink():
-            folder = self._new_path(name, _read_manifest(link)["frames"])
+            folder = self._new_path(name, read_manifest(link)["frames"])
             os.rename(link, folder)
             self._link(name, folder)
 
     def _temporary_path(self) -> Path:
-        return self.folder / f"{_TEMPORARY}{secrets.token_hex(8)}"
+        return self.folder / f"{TEMPORARY}{secrets.token_hex(8)}"
 
     def _remove(self, folder: Path) -> None:
         # Renamed first, so that half a checkpoint never looks like a whole one. What can't be
@@ -254,7 +278,7 @@ class CheckpointStore:
             shutil.rmtree(temporary)
 
     def _remove_temporary(self) -> None:
-        for path in self.folder.glob(f"{_TEMPORARY}*"):
+        for path in self.folder.glob(f"{TEMPORARY}*"):
             with suppress(OSError):
                 if path.is_symlink():
                     path.unlink()
@@ -262,114 +286,72 @@ class CheckpointStore:
                     shutil.rmtree(path)
 
 
-def open_checkpoint(path: Path | str) -> Checkpoint:
+def open_checkpoint(path: Path | str, name: str = "last") -> Checkpoint:
     """Find a checkpoint and verify that all of it is there and unchanged, before any is loaded.
 
     Args:
         path (Path or str): a checkpoint, a link to one, a folder of checkpoints or the folder of a
-            run. Of the latter two it is the ``last`` one.
+            run. If the link to the last one is lost, the newest one is taken.
+        name (str): which one of a folder of checkpoints or of a run, ``"last"`` (default) or
+            ``"best"``.
 
     Raises:
         CheckpointError: if there is none, or if it is incomplete, damaged, or not a checkpoint.
     """
     path = Path(path)
     try:
-        folder = _locate(path)
-        manifest = _read_manifest(folder)
+        folder = _locate(path, name)
+        manifest = read_manifest(folder)
         for entry in manifest["parts"].values():
-            _verify_part(folder / entry["file"], entry["bytes"], entry["sha256"])
+            verify_part(folder / entry["file"], entry["bytes"], entry["sha256"])
     except OSError as error:
         reason = error.strerror or type(error).__name__
         raise CheckpointError(f"{error.filename or path}: can't be read ({reason}).") from None
-    return Checkpoint(folder, manifest["frames"], manifest["metadata"], tuple(manifest["parts"]))
+    return Checkpoint(
+        folder,
+        manifest["frames"],
+        manifest["metadata"],
+        tuple(manifest["parts"]),
+        manifest.get("versions", {}),
+    )
 
 
 # Reading -----------------------------------------------------------------------------------------
 
 
-def _locate(path: Path) -> Path:
+def _locate(path: Path, name: str) -> Path:
     if not os.path.lexists(path):
         raise CheckpointError(f"{path}: there is no such folder.")
     folder = _follow(path)
     if not folder.is_dir():
         raise CheckpointError(f"{path}: is a file, but a checkpoint is a folder.")
-    if (folder / _MANIFEST).exists():
+    if os.path.lexists(folder / MANIFEST):
         return folder
-    for link in (folder / "last", folder / "checkpoints" / "last"):
+    inside = folder / "checkpoints"
+    check_kind(inside, stat.S_IFDIR)
+    for link in (folder / name, inside / name):
         if os.path.lexists(link):
             return _follow(link)
+    for store in (CheckpointStore(folder), CheckpointStore(inside)):
+        complete = [path for path in store._folders(name) if (path / MANIFEST).exists()]
+        if complete:
+            return complete[-1]
     if path.is_symlink() or any(folder.glob("*.pt")):
         return folder  # a checkpoint without its manifest, which is what the error will be
     raise CheckpointError(
-        f"{path}: there is no checkpoint in it: no {_MANIFEST}, 'last' or 'checkpoints/last'."
+        f"{path}: there is no checkpoint in it: no {MANIFEST}, '{name}' or 'checkpoints/{name}'."
     )
 
 
 def _follow(link: Path) -> Path:
-    if not link.exists():
-        raise CheckpointError(f"{link}: is a link to {os.readlink(link)}, which does not exist.")
+    if link.is_symlink():
+        target = os.readlink(link)
+        if not link.exists():
+            raise CheckpointError(f"{link}: is a link to {target}, which does not exist.")
+        # Those that a run makes lead to a folder beside them. Any other is the user's own.
+        if link.name in _PREFIXES and (os.sep in target or (link.parent / target).is_symlink()):
+            raise CheckpointError(f"{link}: is a link to {target}, which is not beside it.")
     return link.resolve()
-
-
-def _read_manifest(folder: Path) -> dict[str, Any]:
-    file = folder / _MANIFEST
-    try:
-        manifest = json.loads(file.read_bytes())
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{folder}: has no {_MANIFEST}, so it is incomplete or not a checkpoint."
-        ) from None
-    except (ValueError, RecursionError):
-        raise CheckpointError(f"{file}: is not JSON, so it is damaged or foreign.") from None
-    if not isinstance(manifest, dict) or manifest.get("format") != _FORMAT:
-        raise CheckpointError(f"{file}: is not the manifest of a {_FORMAT}.")
-    version = manifest.get("version")
-    if isinstance(version, int) and version > _VERSION:
-        raise CheckpointError(
-            f"{file}: has version {version}, newer than version {_VERSION} that this "
-            "minerva_torchrl can read; update it."
-        )
-    if version != _VERSION or not _is_well_formed(manifest):
-        raise CheckpointError(f"{file}: lacks fields of a {_FORMAT}, or has others in their place.")
-    for part, entry in manifest["parts"].items():
-        # Other names could lead out of the folder.
-        if not _PART_NAME.fullmatch(part) or entry["file"] != f"{part}.pt":
-            raise CheckpointError(
-                f"{file}: the part {part!r} with the file {entry['file']!r} is not allowed."
-            )
-    return manifest
-
-
-def _is_well_formed(manifest: dict[str, Any]) -> bool:
-    parts = manifest.get("parts")
-    return (
-        type(manifest.get("frames")) is int
-        and isinstance(manifest.get("metadata"), dict)
-        and isinstance(parts, dict)
-        and all(
-            isinstance(entry, dict)
-            and isinstance(entry.get("file"), str)
-            and type(entry.get("bytes")) is int
-            and isinstance(entry.get("sha256"), str)
-            for entry in parts.values()
-        )
-    )
-
-
-def _verify_part(file: Path, size: int, sha256: str) -> None:
-    if not file.is_file():
-        raise CheckpointError(f"{file}: is missing; use another checkpoint.")
-    found = file.stat().st_size
-    if found != size:
-        problem = f"has {found} bytes instead of {size}"
-        raise CheckpointError(f"{file}: {problem}; use another checkpoint.")
-    actual = hashlib.sha256()
-    with file.open("rb") as stream:
-        while chunk := stream.read(1 << 20):
-            actual.update(chunk)
-    if actual.hexdigest() != sha256:
-        problem = "is corrupt, its SHA-256 is not that of the manifest"
-        raise CheckpointError(f"{file}: {problem}; use another checkpoint.")
 
 
 # Writing -----------------------------------------------------------------------------------------
@@ -405,16 +387,17 @@ def _write_checkpoint(
             file.flush_to_disk()
         entries[part] = {"file": path.name, "bytes": file.size, "sha256": file.sha256.hexdigest()}
     manifest = {
-        "format": _FORMAT,
-        "version": _VERSION,
+        "format": FORMAT,
+        "version": VERSION,
         "frames": frames,
         "metadata": metadata,
         "parts": entries,
+        "versions": package_versions(),
     }
-    with _HashingFile(folder / _MANIFEST) as file:
+    with _HashingFile(folder / MANIFEST) as file:
         file.write(json.dumps(manifest, indent=2).encode())
         file.flush_to_disk()
-    _flush_folder(folder)
+    flush_folder(folder)
 
 
 def _torch_save(value: Any, file: io.BufferedWriter) -> None:
@@ -425,17 +408,6 @@ def _torch_save(value: Any, file: io.BufferedWriter) -> None:
         if isinstance(error.__context__, (OSError, KeyboardInterrupt)):
             raise error.__context__ from None
         raise
-
-
-def _flush_folder(folder: Path) -> None:
-    """Make sure that names in a folder survive a power cut."""
-    if os.name == "nt":  # where a folder can't be opened
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
 
 
 def _safe_value(value: Any, path: tuple[str | int, ...]) -> Any:

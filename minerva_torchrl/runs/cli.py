@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import argparse
-import os
 import shlex
 import sys
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,25 +13,30 @@ from typing import Any
 import hydra
 from hydra.core.hydra_config import HydraConfig
 from hydra.errors import HydraException
+from hydra.types import RunMode
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from tqdm import tqdm
 
 from minerva_torchrl.algorithms import ALGORITHMS
-from minerva_torchrl.runs.checkpoints import CheckpointError, open_checkpoint
+from minerva_torchrl.envs import EnvironmentFailure, PolicyFailure
+from minerva_torchrl.runs.checkpoints import CheckpointError
 from minerva_torchrl.runs.evaluation import evaluate
 from minerva_torchrl.runs.help import train_help
 from minerva_torchrl.runs.load import load_policy
-from minerva_torchrl.runs.run import Run, check_same_run, python_command, train_command
+from minerva_torchrl.runs.run import Run, python_command, resume_run, train_command
 from minerva_torchrl.runs.settings import (
     check_overrides,
     default_run_dir,
     explicit_overrides,
+    hydra_text,
     parse_config,
     register_configs,
-    resumed_config,
 )
+from minerva_torchrl.runs.sizes import check_copies
+from minerva_torchrl.runs.start import first_line
 from minerva_torchrl.runs.strict import ConfigError
-from minerva_torchrl.runs.trust import check_trust, code_in
+from minerva_torchrl.runs.trust import code_in
 from minerva_torchrl.runs.video import require_video_support, write_video
 from minerva_torchrl.trainers import NonFiniteError
 
@@ -61,29 +66,51 @@ def train_main(
     if "--help" in arguments or "-h" in arguments:
         sys.stdout.write(_help(folder, name, arguments))
         return
-    sys.argv[1:] = arguments  # where Hydra looks for them
-    hydra.main(version_base="1.3", config_path=folder, config_name=name)(train)()
+    with tempfile.TemporaryDirectory() as private:  # where Hydra notes what a sweep consists of
+        sys.argv[1:] = [*arguments, f"hydra.sweep.dir={hydra_text(private)}"]
+        hydra.main(version_base="1.3", config_path=folder, config_name=name)(train)()
 
 
 def train(config: DictConfig) -> None:
     """Train, or go on training, with settings that Hydra put together.
 
-    Errors in settings or checkpoints end the program with status 2 and a line for each; a run that
-    is no longer finite ends it with status 1; a run that was asked to stop ends it with status 0.
+    Errors in settings end the program with status 2 and a line for each; a folder that can't be
+    used, a run that is no longer finite, one whose environment fails, and one whose end can't be
+    saved, with status 1; a run that was asked to stop with status 0, or 130 if it was to stop at
+    once.
 
     Args:
         config (DictConfig): what ``@hydra.main`` passes on.
     """
+    run: Run | None = None
     try:
         run = _make_run(OmegaConf.to_container(config, resolve=True))  # type: ignore[arg-type]
+        if not sys.stderr.isatty() or HydraConfig.get().mode == RunMode.MULTIRUN:
+            # On a terminal it was the first thing to be seen.
+            _write(first_line(run.config, run.run_dir, resumed=run.checkpoint is not None))
         summary = run.train()
-    except (ConfigError, CheckpointError, OmegaConfBaseException) as error:
+    except CheckpointError as error:
+        raise _failure(error, status=1) from None
+    except (ConfigError, OmegaConfBaseException) as error:
         raise _failure(error) from None
-    except NonFiniteError as error:
-        _write(f"error: {error}", f"The last good checkpoint: {run.run_dir / 'checkpoints/last'}")
+    except KeyboardInterrupt:  # at the start, or the second one
+        if run is None or not run.saved_frames:
+            _write("Stopped.")
+        else:
+            _write(f"Stopped. Saved at {run.saved_frames:,} frames.", f"  {run.resume_command()}")
+        raise SystemExit(130) from None
+    except (NonFiniteError, EnvironmentFailure, PolicyFailure) as error:
+        lines = [f"error: {error}"]
+        if run is not None:
+            last = run.run_dir / "checkpoints/last"
+            lines.append(f"The last good checkpoint: {last} at {run.saved_frames:,} frames")
+        _write(*lines)
         raise SystemExit(1) from None
     if not summary:
         return
+    if run.saved_frames < run.frames:
+        _write(f"error: {run.run_dir} is not saved: {run.saved_frames:,} of {run.frames:,} frames")
+        raise SystemExit(1)
     if run.stopped_by is not None:
         _write(f"Saved at {run.saved_frames:,} frames. Go on with:", f"  {run.resume_command()}")
         raise SystemExit(0)  # a sweep ends here, too
@@ -108,26 +135,13 @@ def _make_run(settings: dict[str, Any]) -> Run:
     if resume is None:
         config = parse_config(settings["algo"], settings)
         return Run(config, Path(config.run_dir) if config.run_dir else default_run_dir(config))
+    if not isinstance(resume, str):
+        raise ConfigError([f"resume must be the folder of a run, got {resume!r}."])
     run_dir = Path(resume)
     overrides = explicit_overrides(HydraConfig.get().overrides.task)
     for name in ("resume", "trust"):
         overrides.pop(name, None)
-    config = resumed_config(run_dir, overrides)
-    if config.algo != settings["algo"]:
-        raise ConfigError([f"{run_dir} is a run of {config.algo}, not of {settings['algo']}."])
-    check_trust(config, run_dir, named_again=overrides, trust=settings["trust"])
-    if _has_just_begun(run_dir):
-        return Run(config, run_dir, restart=True, trust=True)
-    checkpoint = open_checkpoint(run_dir)
-    check_same_run(config, checkpoint)
-    return Run(config, run_dir, checkpoint=checkpoint, trust=True)
-
-
-def _has_just_begun(run_dir: Path) -> bool:
-    """Whether a run was ended before its first checkpoint, so that there is nothing to lose."""
-    evaluations = run_dir / "eval.csv"
-    rows = evaluations.read_bytes().count(b"\n") - 1 if evaluations.exists() else 0
-    return rows <= 0 and not os.path.lexists(run_dir / "checkpoints" / "last")
+    return resume_run(run_dir, overrides, algo=settings["algo"], trust=settings["trust"])
 
 
 def _last_lines(run: Run, summary: dict[str, Any]) -> list[str]:
@@ -146,7 +160,8 @@ def _last_lines(run: Run, summary: dict[str, Any]) -> list[str]:
         # Other algorithms are known to the programs that register them only.
         evaluation = f"{python_command()} -m minerva_torchrl evaluate {shlex.quote(str(folder))}"
         trust = " --trust" if code_in(run.config).keys() - {"callbacks"} else ""
-        lines.append(f"  watch       {evaluation} --episodes 10{trust}")
+        video = shlex.quote(str(folder / "policy.mp4"))
+        lines.append(f"  watch       {evaluation} --video {video}{trust}")
     return lines
 
 
@@ -165,7 +180,13 @@ def evaluate_main(arguments: Sequence[str] | None = None, *, prog: str | None = 
     args = _evaluation_arguments(arguments, prog)
     try:
         _evaluate(args)
-    except (CheckpointError, ConfigError, ImportError) as error:
+    except (
+        CheckpointError,
+        ConfigError,
+        ImportError,
+        EnvironmentFailure,
+        PolicyFailure,
+    ) as error:
         _write(f"error: {error}")
         raise SystemExit(1) from None
 
@@ -198,11 +219,17 @@ def _evaluate(args: argparse.Namespace) -> None:
     if args.video:
         require_video_support()
     policy = load_policy(args.run, name=args.checkpoint, trust=args.trust)
+    check_copies(policy.config, episodes=args.episodes)
     env = policy.make_env(episodes=args.episodes, seed=args.seed, video=bool(args.video))
     pictures: list[Any] = []
-    render = (lambda: pictures.append(env.base_env.render())) if args.video else None
     seed = policy.evaluation_seed if args.seed is None else args.seed
-    result = evaluate(env, policy.actor, seed=seed, on_step=render)
+    with tqdm(desc="drawing", unit="pictures", disable=None if args.video else True) as bar:
+
+        def draw() -> None:
+            pictures.append(env.base_env.render())
+            bar.update()
+
+        result = evaluate(env, policy.actor, seed=seed, on_step=draw if args.video else None)
     config, frames = policy.config, policy.checkpoint.frames
     lines = [f"{config.algo} {config.env.name} at {frames:,} frames"]
     for i, (score, length) in enumerate(zip(result.returns, result.lengths, strict=True), 1):
@@ -213,15 +240,15 @@ def _evaluate(args: argparse.Namespace) -> None:
         f"min {row['return_min']:.2f}   max {row['return_max']:.2f}"
     )
     if args.video:
-        write_video(args.video, pictures, fps=30)
+        write_video(args.video, pictures, fps=30, progress=True)
         lines.append(f"video: {args.video}")
     sys.stdout.write("".join(f"{line}\n" for line in lines))
 
 
-def _failure(error: Exception) -> SystemExit:
+def _failure(error: Exception, status: int = 2) -> SystemExit:
     """Say what is wrong, one line each, and what to end the program with."""
     _write(*(f"error: {line}" for line in str(error).splitlines()))
-    return SystemExit(2)
+    return SystemExit(status)
 
 
 def _write(*lines: str) -> None:

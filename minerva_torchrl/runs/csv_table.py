@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import csv
+import errno
 import io
+import os
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Integral, Real
 from pathlib import Path
 
-from minerva_torchrl.runs.atomic import replace_file
+from minerva_torchrl.runs.atomic import check_kind, open_file, read_file, replace_file
 
 __all__ = ["CsvTable", "TableError", "TableText", "read_table"]
 
 _FRAMES = "frames"
+_LARGEST = 1 << 30  # bytes
+_DIGITS = 18  # of a number of frames: what fits into 64 bits
 
 
 class TableError(ValueError):
@@ -36,12 +40,11 @@ class TableText:
     """Whether that is all the file has: no row that was only partly written."""
 
     def numbers(self) -> list[dict[str, float]]:
-        """The numbers in each row, by name of column. Empty cells and texts are left out."""
-        parsed = []
-        for row in self.rows:
-            numbers = {name: _to_number(cell) for name, cell in zip(self.columns, row, strict=True)}
-            parsed.append({name: value for name, value in numbers.items() if value is not None})
-        return parsed
+        """The numbers in each row, by name of column. Empty cells are left out."""
+        return [
+            {name: _to_number(cell) for name, cell in zip(self.columns, row, strict=True) if cell}
+            for row in self.rows
+        ]
 
 
 def read_table(path: Path, *, keep_last_line: bool = False) -> TableText:
@@ -55,9 +58,10 @@ def read_table(path: Path, *, keep_last_line: bool = False) -> TableText:
             default it is left out, because it may have been written only in part.
 
     Raises:
-        TableError: if it is not a table with ``frames`` as its first column.
+        TableError: if it is not a table of numbers with ``frames`` as its first column, which
+            increases.
     """
-    data = path.read_bytes()
+    data = read_file(path, limit=_LARGEST)
     if keep_last_line and data and not data.endswith(b"\n"):
         data += b"\n"
     if not data:
@@ -82,9 +86,20 @@ def read_table(path: Path, *, keep_last_line: bool = False) -> TableText:
     if rows and len(rows[-1]) < len(header):
         rows.pop()
         intact = False
+    before = -1
     for number, row in enumerate(rows, start=2):
-        if len(row) != len(header) or not row[0].isdecimal():
+        fits = len(row) == len(header) and len(row[0]) <= _DIGITS
+        if not fits or not (row[0].isascii() and row[0].isdecimal()):
             raise TableError(path, f"line {number} does not fit the header")
+        if int(row[0]) <= before:
+            raise TableError(path, f"line {number} does not have more frames than the one before")
+        before = int(row[0])
+        for name, cell in zip(header, row, strict=True):
+            try:
+                _to_number(cell or "0")
+            except ValueError:
+                problem = f"{name} in line {number} is {cell[:40]!r}, not a number"
+                raise TableError(path, problem) from None
     return TableText(header, rows, intact)
 
 
@@ -117,11 +132,15 @@ class CsvTable:
 
     def __init__(self, path: str | Path, columns: Sequence[str] = (_FRAMES,)) -> None:
         self.path = Path(path)
-        text = read_table(self.path) if self.path.exists() else TableText([], [], False)
-        self._columns = text.columns
+        text = read_table(self.path) if check_kind(self.path) else TableText([], [], False)
+        self._columns, self._count = text.columns, len(text.rows)
         new = self._new_columns((_FRAMES, *columns))
-        if new or not text.intact:
+        # A file with another name elsewhere (a hard link) is not ours to append to: a copy is.
+        if new or not text.intact or self.path.stat().st_nlink > 1:
             self._write(self._columns + new, text.rows)
+
+    def __len__(self) -> int:
+        return self._count
 
     @property
     def columns(self) -> tuple[str, ...]:
@@ -142,18 +161,35 @@ class CsvTable:
         new = self._new_columns(row)
         if new:
             self._write(self._columns + new, read_table(self.path).rows)
-        with self.path.open("ab") as file:
-            file.write(_to_lines([[cells.get(name, "") for name in self._columns]]))
+        line = _to_lines([[cells.get(name, "") for name in self._columns]])
+        with open_file(self.path, "ab") as file:
+            size = os.fstat(file.fileno()).st_size
+            if os.write(file.fileno(), line) < len(line):
+                os.ftruncate(file.fileno(), size)  # half a line would spoil the next one
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(self.path))
+        self._count += 1
 
-    def drop_after(self, frames: int) -> None:
-        """Remove the rows with more than so many frames."""
-        rows = read_table(self.path).rows
-        kept = [row for row in rows if int(row[0]) <= frames]
-        if len(kept) < len(rows):
+    def drop_after(self, frames: int, *, rows: int | None = None) -> None:
+        """Remove the rows with more than so many frames.
+
+        Args:
+            frames (int): the frames.
+
+        Keyword Args:
+            rows (int, optional): keep no more than so many, the first ones.
+        """
+        present = read_table(self.path).rows
+        kept = [row for row in present[:rows] if int(row[0]) <= frames]
+        if len(kept) < len(present):
             self._write(self._columns, kept)
 
+    def flush(self) -> None:
+        """Make sure that all rows survive a power cut."""
+        with open_file(self.path) as file:
+            os.fsync(file.fileno())
+
     def rows(self) -> list[dict[str, float]]:
-        """The numbers in each row, by name of column. Empty cells and texts are left out."""
+        """The numbers in each row, by name of column. Empty cells are left out."""
         return read_table(self.path).numbers()
 
     def _new_columns(self, names: Iterable[str]) -> list[str]:
@@ -167,7 +203,7 @@ class CsvTable:
         padded = [row + [""] * (len(columns) - len(row)) for row in rows]
         with replace_file(self.path) as file:
             file.write(_to_lines([columns, *padded]))
-        self._columns = columns
+        self._columns, self._count = columns, len(rows)
 
 
 def _to_lines(rows: Iterable[Sequence[str]]) -> bytes:
@@ -186,10 +222,10 @@ def _to_cell(name: str, value: object) -> str:
     raise TypeError(f"{name} must be a number or None, got {type(value).__name__}.")
 
 
-def _to_number(cell: str) -> int | float | None:
-    for number in (int, float):
-        try:
-            return number(cell)
-        except ValueError:
-            pass
-    return None
+def _to_number(cell: str) -> int | float:
+    if not cell.isascii() or "_" in cell:  # which Python would take
+        raise ValueError
+    try:
+        return int(cell)
+    except ValueError:
+        return float(cell)

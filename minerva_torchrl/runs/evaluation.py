@@ -10,6 +10,8 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torchrl.envs import EnvBase, ExplorationType, set_exploration_type
 
+from minerva_torchrl.envs import EnvironmentFailure
+
 __all__ = ["Evaluation", "evaluate"]
 
 
@@ -21,6 +23,8 @@ class Evaluation:
     """Undiscounted returns, ``[episodes]``."""
     lengths: Tensor
     """Numbers of actions, ``[episodes]``."""
+    lost: int = 0
+    """Episodes that were begun again because the environment gave what is not finite."""
 
     def row(self) -> dict[str, float]:
         """What ``eval.csv`` has of it, besides the frames."""
@@ -41,8 +45,12 @@ def evaluate(
     *,
     seed: int | None = None,
     on_step: Callable[[], None] | None = None,
+    max_skipped: int = 10,
 ) -> Evaluation:
     """One episode in each copy of an environment, side by side.
+
+    An episode with a step that the environment lost, because something was not finite, does not
+    count: its copy begins another one.
 
     Neither torch's random generator nor anything in training is touched: the environment is one of
     its own, with frozen statistics.
@@ -56,6 +64,7 @@ def evaluate(
             every time.
         on_step (callable, optional): called at every state of the first copy's episode but the
             last.
+        max_skipped (int): episodes in a row that a copy may lose. Defaults to ``10``.
 
     Examples:
         >>> from minerva_torchrl import make_env
@@ -75,7 +84,7 @@ def evaluate(
         data = env.reset()
         running = torch.ones(env.batch_size, dtype=torch.bool)
         returns = torch.zeros(env.batch_size)
-        lengths = torch.zeros(env.batch_size, dtype=torch.int64)
+        lengths, lost = torch.zeros(2, *env.batch_size, dtype=torch.int64)
         if on_step is not None:
             on_step()
         while running.any():
@@ -84,7 +93,14 @@ def evaluate(
             after = step["next"]
             returns = torch.where(running, after["episode_reward"].squeeze(-1), returns)
             lengths = torch.where(running, after["step_count"].squeeze(-1), lengths)
-            running &= ~after["done"].squeeze(-1)
+            is_lost = running & after["reward"].isnan().squeeze(-1)
+            running &= ~after["done"].squeeze(-1) | is_lost
+            lost += is_lost
+            if is_lost.any() and lost.max() >= max_skipped:
+                raise EnvironmentFailure(
+                    f"the environment lost {max_skipped} episodes of an evaluation in a row (the "
+                    "limit, max_skipped), because observations or rewards were not finite."
+                )
             if on_step is not None and running.flatten()[0]:  # else it has been reset already
                 on_step()
-    return Evaluation(returns.flatten(), lengths.flatten())
+    return Evaluation(returns.flatten(), lengths.flatten(), int(lost.sum()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -106,8 +107,8 @@ def load_policy(
         trust (bool): import the code that the folder's settings name. Defaults to ``False``.
     """
     path = Path(path)
-    is_run = (path / "checkpoints").is_dir()
-    checkpoint = open_checkpoint(path / "checkpoints" / name if is_run else path)
+    is_run = os.path.lexists(path / "checkpoints")
+    checkpoint = open_checkpoint(path, name) if is_run else open_checkpoint(path)
     run_dir = path if is_run else checkpoint.path.parent.parent
     config = load_config(run_dir)
     if checkpoint.metadata.get("algo") != config.algo:

@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, Literal
 
 from tensordict import TensorDictBase
-from torchrl.record.loggers import Logger
 
+from minerva_torchrl.envs import EnvironmentFailure, PolicyFailure
 from minerva_torchrl.runs import snapshot
 from minerva_torchrl.runs.assemble import evaluation_seed
 from minerva_torchrl.runs.evaluation import evaluate
 from minerva_torchrl.runs.folder import RunFolder
-from minerva_torchrl.runs.metrics import MetricsBuffer
+from minerva_torchrl.runs.loggers import MetricsLogger
+from minerva_torchrl.runs.manifest import CheckpointError
 from minerva_torchrl.runs.progress import Progress
 from minerva_torchrl.runs.video import write_video
-from minerva_torchrl.trainers.stepping import GuardedStepper
+from minerva_torchrl.trainers.hooks import run_first
+from minerva_torchrl.trainers.stepping import GuardedStepper, NonFiniteError
 
 if TYPE_CHECKING:
     from minerva_torchrl.runs.run import Run
@@ -37,20 +40,22 @@ class TrainingLoop:
         run (Run): the run.
         folder (RunFolder): where its records go.
         progress (Progress): what the user sees.
-        logger (Logger, optional): where metrics go, too.
+        logger (MetricsLogger): where metrics go, too.
     """
 
     def __init__(
-        self, run: Run, folder: RunFolder, progress: Progress, logger: Logger | None
+        self, run: Run, folder: RunFolder, progress: Progress, logger: MetricsLogger
     ) -> None:
         self._run, self._config, self._trainer = run, run.config, run.assembly.trainer
         self._folder, self._progress, self._logger = folder, progress, logger
-        self._metrics = MetricsBuffer()
+        self._metrics = run.metrics
         self._start = time.perf_counter()
         evaluations = folder.evaluations.rows()
-        self._best_return = max((row["return_mean"] for row in evaluations), default=-float("inf"))
+        self._best_return = max((row["return_mean"] for row in evaluations), default=-math.inf)
+        if run.checkpoint is not None and "best_return" in run.checkpoint.metadata:
+            best = run.checkpoint.metadata["best_return"]
+            self._best_return = -math.inf if best is None else best
         self._evaluated_at = int(evaluations[-1]["frames"]) if evaluations else -1
-        self._recorded_at = -1
 
     def train(self) -> dict[str, Any]:
         """Train.
@@ -62,9 +67,10 @@ class TrainingLoop:
         for callback in run.callbacks:
             callback.on_start(run)
         if run.checkpoint is None:
-            self._save()  # so that a run can be resumed from its first moment on
+            self._save(required=True)  # so that a run can be resumed from its first moment on
         if run.frames == 0:
             self._evaluate()
+        run_first(self._trainer, "batch_process", self._metrics.add_batch)  # with steps lost
         self._trainer.register_op("pre_steps_log", self._after_collection)
         self._trainer.register_op("post_optim_complete_log", self._after_updates)
         if run.callbacks and self._steps_are_seen:
@@ -72,7 +78,16 @@ class TrainingLoop:
         # The last hook of this stage: the one that gives the weights to the collector came before.
         self._trainer.register_op("post_steps", self._after_batch)
         if run.stop_reason is None:
-            self._trainer.train()
+            try:
+                self._trainer.train()
+            except (EnvironmentFailure, PolicyFailure):
+                if run.saved_frames < run.frames:
+                    self._save(episodes=False)
+                raise
+            except (ValueError, RuntimeError) as error:  # of a distribution, for example
+                if all(bool(p.isfinite().all()) for p in run.assembly.actor.parameters()):
+                    raise
+                raise PolicyFailure("the parameters of the policy are not finite.") from error
         if run.stopped_by is not None:
             self._progress.write(f"stopped at {run.frames:,} frames: {run.stopped_by}")
         return self._finish()
@@ -80,7 +95,6 @@ class TrainingLoop:
     # At each batch -------------------------------------------------------------------------------
 
     def _after_collection(self, batch: TensorDictBase) -> None:
-        self._metrics.add_batch(batch)
         for callback in self._run.callbacks:
             callback.on_batch(self._run, batch)
 
@@ -102,12 +116,12 @@ class TrainingLoop:
     def _after_batch(self) -> None:
         run, config = self._run, self._config
         self._progress.update(run.frames, run.updates, self._metrics.episode_return)
-        if self._is_ending() or self._is_due(config.logger.interval):
+        # A run that is stopped here writes no row that it would not have written otherwise: what
+        # it has collected for the next one is in its checkpoint.
+        if run.is_complete or self._is_due(config.logger.interval):
             self._write_metrics()
         if run.is_complete or self._is_due(config.eval.interval):
             self._evaluate()
-        if self._is_ending():
-            self._write_metrics()  # if it was the evaluation after which a callback ended the run
         if self._is_ending() or self._is_due(config.checkpoint.interval):
             self._save()
             if run.stop_reason is not None:  # a signal from now on waits for the next batch
@@ -124,15 +138,13 @@ class TrainingLoop:
 
     def _write_metrics(self) -> None:
         run, skipped = self._run, self._trainer.finite_batches
-        if self._recorded_at == run.frames:
-            return
-        self._recorded_at = run.frames
         counts = {"frames": run.frames, "updates": run.updates}
         speeds = {
             "frames_per_second": self._progress.frames_per_second,
             "updates_per_second": self._progress.updates_per_second,
         }
         row = self._metrics.take()
+        row["skipped_frames"] = skipped.skipped_frames
         row["skipped_batches"] = skipped.skipped_batches
         row["skipped_updates"] = skipped.skipped_updates
         for callback in run.callbacks:
@@ -156,12 +168,23 @@ class TrainingLoop:
         def take_picture() -> None:
             pictures.append(run.eval_env.base_env.render())
 
-        result = evaluate(
-            run.eval_env,
-            run.assembly.actor,
-            seed=evaluation_seed(config),
-            on_step=take_picture if config.eval.video else None,
-        ).row()
+        try:
+            evaluation = evaluate(
+                run.eval_env,
+                run.assembly.actor,
+                seed=evaluation_seed(config),
+                on_step=take_picture if config.eval.video else None,
+                max_skipped=config.max_skipped,
+            )
+        except EnvironmentFailure:
+            self._save()  # training itself has come to the end of a batch
+            raise
+        if evaluation.lost:
+            self._progress.write(
+                f"warning: {evaluation.lost} episodes of the evaluation were begun again, because "
+                "observations or rewards were not finite"
+            )
+        result = evaluation.row()
         row = {"frames": run.frames, **result}
         with self._despite_errors("eval.csv"):
             self._folder.evaluations.append(row)
@@ -170,6 +193,7 @@ class TrainingLoop:
         if pictures:
             with self._despite_errors("a video"):
                 name = f"frames-{run.frames:09d}.mp4"
+                self._progress.write(f"writing videos/{name}, {len(pictures):,} pictures")
                 write_video(self._folder.path / "videos" / name, pictures, fps=30)
         with self._despite_errors("curve.png"):
             self._folder.draw_curve()
@@ -180,26 +204,52 @@ class TrainingLoop:
             if config.checkpoint.best:
                 self._save("best")
 
-    def _save(self, name: Literal["last", "best"] = "last") -> None:
+    def _save(
+        self,
+        name: Literal["last", "best"] = "last",
+        *,
+        required: bool = False,
+        episodes: bool = True,
+    ) -> None:
         run, config = self._run, self._config
         state = snapshot.capture(
             run.assembly,
             run.callbacks,
+            metrics=self._metrics,
             replay_buffer=name == "last" and config.checkpoint.replay_buffer,
+            episodes=episodes,
         )
-        metadata = {"algo": config.algo, "wall_seconds": self._wall_seconds()}
+        bad = snapshot.not_finite(state)
+        if bad is not None:
+            problem = f"no checkpoint was written (the one before is kept): {bad} is not finite"
+            if run.is_complete and name == "last":
+                raise NonFiniteError(f"{problem}.")
+            self._progress.write(f"warning: {problem}")
+            return
         try:
+            metadata = {
+                "algo": config.algo,
+                "wall_seconds": self._wall_seconds(),
+                "best_return": self._best_return if math.isfinite(self._best_return) else None,
+                "rows": self._folder.rows(),
+            }
             path = self._folder.checkpoints.save(
                 state, frames=run.frames, metadata=metadata, name=name
             )
         except OSError as error:
+            if required:
+                where = error.filename or self._folder.path
+                reason = error.strerror or type(error).__name__
+                raise CheckpointError(
+                    f"{where}: no checkpoint can be written ({reason}), so the run is not begun."
+                ) from None
             self._warn("a checkpoint (the one before is kept)", error)
         else:
             if name == "last":
                 run.saved_frames = run.frames
             for callback in run.callbacks:
                 callback.on_checkpoint(run, path)
-        if name == "last" and not run.exact and not run.is_complete:
+        if name == "last" and episodes and not run.exact and not run.is_complete:
             snapshot.cut_episodes(run.assembly)
 
     # At the end ----------------------------------------------------------------------------------
@@ -215,6 +265,7 @@ class TrainingLoop:
             "frames": run.frames,
             "final_return": returns[-1] if returns else None,
             "best_return": max(returns, default=None),
+            "skipped_frames": self._trainer.finite_batches.skipped_frames,
             "wall_seconds": round(seconds, 2),
             "frames_per_second": round(run.frames / seconds, 2),
             "updates_per_second": round(run.updates / seconds, 2),
@@ -229,9 +280,8 @@ class TrainingLoop:
         return self._run.earlier_seconds + time.perf_counter() - self._start
 
     def _log(self, group: str, values: Mapping[str, float | None]) -> None:
-        for name, value in values.items():
-            if self._logger is not None and value is not None:
-                self._logger.log_scalar(f"{group}/{name}", value, step=self._run.frames)
+        named = {f"{group}/{name}": value for name, value in values.items()}
+        self._logger.log(named, step=self._run.frames)
 
     @contextmanager
     def _despite_errors(self, what: str) -> Iterator[None]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 from tensordict import TensorDict, TensorDictBase
 
@@ -29,9 +32,9 @@ class MetricsBuffer:
         self._losses: list[TensorDictBase] = []
 
     def add_batch(self, batch: TensorDictBase) -> None:
-        """Note the episodes that ended in a collected batch."""
+        """Note the episodes that ended in a collected batch, but for those that were lost."""
         after = batch["next"]
-        ended = after["done"].squeeze(-1)
+        ended = (after["done"] & after["episode_reward"].isfinite()).squeeze(-1)
         if ended.any():
             returns = after["episode_reward"].squeeze(-1)[ended].tolist()
             self._returns += returns
@@ -41,6 +44,31 @@ class MetricsBuffer:
     def add_losses(self, losses: TensorDictBase) -> None:
         """Note the losses and metrics of the updates on a batch."""
         self._losses.append(losses)
+
+    def state_dict(self) -> dict[str, Any]:
+        """What was collected since the last row, for a run that goes on from here."""
+        losses = TensorDict.stack(self._losses).cpu().to_dict() if self._losses else None
+        return {
+            "episode_return": self.episode_return,
+            "returns": list(self._returns),
+            "lengths": list(self._lengths),
+            "losses": losses,
+        }
+
+    def load_state_dict(self, state: Mapping[str, Any], device: torch.device | None = None) -> None:
+        """Go on from a state of :meth:`state_dict`.
+
+        Args:
+            state (mapping): the state.
+            device (torch.device, optional): where the losses of the run are.
+        """
+        self.episode_return = state["episode_return"]
+        self._returns, self._lengths = list(state["returns"]), list(state["lengths"])
+        losses, self._losses = state["losses"], []
+        if losses is not None:
+            number = len(next(iter(losses.values())))
+            stacked = TensorDict(losses, batch_size=[number], device=device)
+            self._losses = list(stacked.unbind(0))
 
     def take(self) -> dict[str, float | None]:
         """The averages since the last call, ``None`` where there was nothing."""

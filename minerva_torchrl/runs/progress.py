@@ -209,9 +209,9 @@ class Progress:
         count = f"| {_format_count(self._frames)}/{_format_count(self._total)}"
         for details in (
             [times, f"{frames} frames/s", f"{updates} updates/s", *scores],
-            [times, f"{frames} fps", f"{updates} upd/s", *scores],
-            [times, f"{frames} fps", *scores],
-            [times, f"{frames} fps", *scores[-1:]],
+            [times, f"{frames} frames/s", *scores],
+            [times, f"{frames} frames/s", *scores[-1:]],
+            [times, f"{frames} frames/s"],
             [times],
         ):
             end = f"{count} [{', '.join(details)}]"

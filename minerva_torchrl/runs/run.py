@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import shlex
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TextIO
@@ -16,18 +17,29 @@ from minerva_torchrl.algorithms import RunConfig
 from minerva_torchrl.runs import snapshot
 from minerva_torchrl.runs.assemble import assemble, make_evaluation_env, resolve_device
 from minerva_torchrl.runs.callbacks import Callback
-from minerva_torchrl.runs.checkpoints import Checkpoint, CheckpointError
-from minerva_torchrl.runs.folder import RunFolder, check_folder, plain_settings, resume_argument
-from minerva_torchrl.runs.loggers import check_backend, close_logger, make_logger
+from minerva_torchrl.runs.checkpoints import Checkpoint, CheckpointError, open_checkpoint
+from minerva_torchrl.runs.folder import (
+    RunFolder,
+    check_folder,
+    has_just_begun,
+    plain_settings,
+    resume_argument,
+)
+from minerva_torchrl.runs.loggers import MetricsLogger, check_backend, make_logger
 from minerva_torchrl.runs.loop import TrainingLoop
+from minerva_torchrl.runs.manifest import is_count, mismatch
+from minerva_torchrl.runs.metrics import MetricsBuffer
 from minerva_torchrl.runs.parts import Networks, find_callbacks, find_parts, with_names
 from minerva_torchrl.runs.progress import Progress
+from minerva_torchrl.runs.settings import resumed_config
 from minerva_torchrl.runs.signals import StopOnSignals
+from minerva_torchrl.runs.sizes import check_copies, check_threads
 from minerva_torchrl.runs.strict import ConfigError
 from minerva_torchrl.runs.trust import check_trust, code_in
 from minerva_torchrl.runs.video import require_video_support
+from minerva_torchrl.text import one_line
 
-__all__ = ["Run", "check_same_run", "python_command", "train_command"]
+__all__ = ["Run", "check_same_run", "python_command", "resume_run", "train_command"]
 
 
 class Run:
@@ -64,6 +76,7 @@ class Run:
         assembly (Assembly): environment, collector, loss, trainer and replay buffer.
         eval_env (TransformedEnv): the environment of the evaluations.
         exact (bool): whether simulators can be restored in the middle of an episode.
+        metrics (MetricsBuffer): what goes into the next row of ``metrics.csv``.
         saved_frames (int): frames of the last checkpoint.
         earlier_seconds (float): time that the run took before it was resumed.
         stop_reason (str or None): why the run was asked to stop.
@@ -107,10 +120,16 @@ class Run:
         config = with_names(config, networks, make_env)
         self.config, self.run_dir, self.checkpoint = config, run_dir, checkpoint
         self.stop_reason: str | None = None
+        if checkpoint is not None:
+            check_same_run(config, checkpoint)
+        self.metrics = MetricsBuffer()
         self.saved_frames = 0 if checkpoint is None else checkpoint.frames
         self.earlier_seconds = 0.0 if checkpoint is None else checkpoint.metadata["wall_seconds"]
         self._stream = sys.stderr if stream is None else stream
         self._new = checkpoint is None and not restart
+        problems = list(config.problems_of_new_run()) if self._new else []
+        if problems:
+            raise ConfigError(problems)
         check_folder(run_dir, new=self._new)
         if not self._new:
             given = {"network.factory": networks, "env.factory": make_env, "callbacks": callbacks}
@@ -131,7 +150,7 @@ class Run:
                 self._check_rendering()
             self.exact = snapshot.state_is_exact(self.assembly)
             if checkpoint is not None:
-                snapshot.restore(self.assembly, checkpoint, self.callbacks)
+                snapshot.restore(self.assembly, checkpoint, self.callbacks, self.metrics)
                 if not self.exact:
                     snapshot.cut_episodes(self.assembly)
             self._opened = opened.pop_all()  # after an error they are closed instead
@@ -179,13 +198,15 @@ class Run:
                     "total_frames to go on.\n"
                 )
                 return {}
-            done = -1 if self.checkpoint is None else self.frames
+            done, rows = -1, {}
+            if self.checkpoint is not None:
+                done, rows = self.frames, self.checkpoint.metadata.get("rows", {})
+                self._note_other_versions(self.checkpoint)
             folder = opened.enter_context(
-                RunFolder(self.run_dir, config, new=self._new, frames=done)
+                RunFolder(self.run_dir, config, new=self._new, frames=done, rows=rows)
             )
             settings = plain_settings(config, self.run_dir)
             logger = make_logger(config.logger, self.run_dir, settings)
-            opened.callback(close_logger, logger)
             progress = Progress(
                 config.total_frames,
                 initial=self.frames,
@@ -194,8 +215,10 @@ class Run:
                 stream=self._stream,
             )
             opened.callback(progress.close)
+            metrics_logger = MetricsLogger(logger, progress.write)
+            opened.callback(metrics_logger.close)
             with StopOnSignals(self.stop, progress.write):
-                return TrainingLoop(self, folder, progress, logger).train()
+                return TrainingLoop(self, folder, progress, metrics_logger).train()
 
     def resume_command(self) -> str:
         """What to type to go on with this run."""
@@ -203,16 +226,54 @@ class Run:
         trust = " trust=true" if code_in(self.config) else ""
         return f"{train_command(self.config.algo)} {argument}{trust}"
 
+    def _note_other_versions(self, checkpoint: Checkpoint) -> None:
+        others = checkpoint.other_versions()
+        if others:
+            self._stream.write(
+                f"note: the checkpoint was made with {', '.join(others)}. The run goes on, but it "
+                "may not be bit for bit the one that was never interrupted.\n"
+            )
+
     def _check_rendering(self) -> None:
         self.eval_env.reset()
         try:
             self.eval_env.base_env.render()
-        except RuntimeError as error:
-            raise ConfigError([f"eval.video: {error}"]) from None
+        except Exception as error:  # of another class from each library, for example pygame's lack
+            raise ConfigError([f"eval.video: {one_line(error)}"]) from error
+
+
+def resume_run(
+    run_dir: Path,
+    overrides: Mapping[str, Any] = {},
+    *,
+    algo: str | None = None,
+    trust: bool = False,
+    stream: TextIO | None = None,
+) -> Run:
+    """A run that goes on where its last checkpoint is, or begins if it was stopped before that.
+
+    Args:
+        run_dir (Path): its folder.
+        overrides (mapping): settings to change, by dotted name. Defaults to none.
+
+    Keyword Args:
+        algo (str, optional): the algorithm that it must be a run of.
+        trust (bool): import the code that its settings name. Defaults to ``False``.
+        stream (text stream, optional): where progress is shown. Defaults to ``sys.stderr``.
+    """
+    config = resumed_config(run_dir, overrides)
+    if algo not in (None, config.algo):
+        raise ConfigError([f"{run_dir} is a run of {config.algo}, not of {algo}."])
+    check_trust(config, run_dir, named_again=overrides, trust=trust)
+    if has_just_begun(run_dir):
+        return Run(config, run_dir, restart=True, trust=True, stream=stream)
+    return Run(config, run_dir, checkpoint=open_checkpoint(run_dir), trust=True, stream=stream)
 
 
 def _check_requirements(config: RunConfig) -> None:
     """Raise if a logger, a device or videos can't be used here."""
+    check_threads(config)
+    check_copies(config)
     check_backend(config.logger)
     resolve_device(config.device)
     if config.eval.video:
@@ -240,7 +301,22 @@ def train_command(algo: str) -> str:
 def check_same_run(config: RunConfig, checkpoint: Checkpoint) -> None:
     """Raise unless a checkpoint was written by a run of the same algorithm."""
     algo = checkpoint.metadata.get("algo")
-    if algo != config.algo or "wall_seconds" not in checkpoint.metadata:
+    if algo != config.algo:
         raise CheckpointError(
             f"{checkpoint.path} is not a checkpoint of a run of {config.algo}, but of {algo}."
         )
+    problem = mismatch(checkpoint.metadata, _METADATA, optional=("best_return", "rows"))
+    if problem is not None:
+        raise CheckpointError(f"{checkpoint.path} is not a checkpoint of a run: {problem}.")
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
+
+
+_METADATA: dict[str, Callable[[Any], bool]] = {
+    "algo": lambda value: type(value) is str,
+    "wall_seconds": lambda value: _is_number(value) and 0 <= value < 1e12,
+    "best_return": lambda value: value is None or _is_number(value),
+    "rows": lambda value: mismatch(value, {"eval": is_count, "metrics": is_count}) is None,
+}

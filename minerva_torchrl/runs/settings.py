@@ -6,11 +6,12 @@ import re
 import sys
 import time
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from hydra._internal.utils import get_args_parser
 from hydra.core.config_store import ConfigStore
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Quote, QuotedString
@@ -20,7 +21,8 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from minerva_torchrl.algorithms import ALGORITHMS, RunConfig
-from minerva_torchrl.runs.checkpoints import CheckpointError
+from minerva_torchrl.runs.manifest import CheckpointError
+from minerva_torchrl.runs.settings_file import read_settings_text
 from minerva_torchrl.runs.strict import ConfigError, parse, unknown_setting
 
 __all__ = [
@@ -42,6 +44,17 @@ _CHANGEABLE = ("total_frames", *_EXECUTION, "eval.video")
 _FREE_SECTION = "env.kwargs"
 # Settings that have no influence on what a run learns.
 _WITHOUT_INFLUENCE = (*_EXECUTION, "eval.", "run_dir", "resume", "trust")
+# What reading settings that nobody wrote on purpose ends in.
+_UNUSABLE = (
+    YAMLError,
+    OmegaConfBaseException,
+    ValueError,
+    LookupError,
+    TypeError,
+    AttributeError,
+    AssertionError,
+    RecursionError,
+)
 
 
 def parse_config(algo: str, settings: Mapping[str, Any]) -> RunConfig:
@@ -83,7 +96,7 @@ def load_config(run_dir: Path) -> RunConfig:
     if not run_dir.is_dir():
         raise CheckpointError(f"there is no run in {run_dir}: no such folder.")
     try:
-        settings: Any = OmegaConf.to_container(OmegaConf.load(file))
+        settings: Any = OmegaConf.to_container(OmegaConf.create(read_settings_text(file)))
         algo = settings["algo"]
         if algo in ALGORITHMS:
             _rename(settings, ALGORITHMS[algo].renamed)
@@ -92,11 +105,18 @@ def load_config(run_dir: Path) -> RunConfig:
         # Whether the folder is trusted is not for the folder to say.
         return parse_config(algo, {**settings, "trust": False})
     except FileNotFoundError:
-        raise CheckpointError(f"there is no run in {run_dir}: it has no config.yaml.") from None
+        raise CheckpointError(
+            f"there is no run in {run_dir}: it has no config.yaml. If a run was stopped before it "
+            f"began, start it again with run_dir={hydra_text(str(run_dir))}."
+        ) from None
     except ConfigError as error:
         raise CheckpointError(f"{file} has settings that can't be used: {error}") from None
-    except (YAMLError, OmegaConfBaseException, OSError, ValueError, KeyError, TypeError):
-        raise CheckpointError(f"{file} is not the configuration of a run.") from None
+    except OSError as error:
+        raise CheckpointError(f"{file} can't be read: {error.strerror}.") from None
+    except _UNUSABLE as error:
+        reason = str(error) if type(error) is ValueError else type(error).__name__
+        message = f"{file} is not the configuration of a run ({reason})."
+        raise CheckpointError(" ".join(message.split())) from None
 
 
 def resumed_config(run_dir: Path, overrides: Mapping[str, Any]) -> RunConfig:
@@ -184,7 +204,7 @@ _HYDRA = {
     "hydra": {
         "output_subdir": None,
         "run": {"dir": "."},
-        "sweep": {"dir": "/tmp/minerva_torchrl-${oc.env:USER,user}", "subdir": "."},
+        "sweep": {"dir": ".", "subdir": "."},
     },
 }
 
@@ -203,7 +223,8 @@ def check_overrides(algo: str, arguments: Sequence[str] | None = None) -> list[s
         The arguments, with new names.
     """
     checked = list(sys.argv[1:] if arguments is None else arguments)
-    algorithm, problems = ALGORITHMS[algo], []
+    algorithm = ALGORITHMS[algo]
+    problems = list(_not_overrides(checked, algorithm.config_class))
     for index, argument in enumerate(checked):
         if argument.startswith("-") or "=" not in argument:
             continue
@@ -229,6 +250,34 @@ def check_overrides(algo: str, arguments: Sequence[str] | None = None) -> list[s
     if arguments is None:
         sys.argv[1:] = checked
     return checked
+
+
+def _not_overrides(arguments: Sequence[str], kind: type) -> Iterator[str]:
+    """What to say about arguments that look like settings, but are not written as such."""
+    flags = {
+        flag: action.nargs
+        for action in get_args_parser()._actions
+        for flag in action.option_strings
+    }
+    takes_value = False
+    for argument, following in zip(arguments, [*arguments[1:], ""], strict=True):
+        name, has_value, value = argument.partition("=")
+        if name in flags:
+            takes_value = flags[name] != 0 and not has_value
+            continue
+        if not takes_value and (argument.startswith("-") or not (has_value or "~" in argument)):
+            setting = name.lstrip("-").replace("-", "_")
+            value = value if has_value else following
+            if unknown_setting(kind, setting) is None and setting:
+                value = value if value and not value.startswith("-") else "VALUE"
+                yield f"settings are written as name=value: {setting}={value}, not {argument!r}."
+            elif argument.startswith("-"):
+                yield f"there is no flag {argument!r}. Settings are written as name=value."
+            else:
+                yield f"settings are written as name=value, got {argument!r}."
+            takes_value = True  # what follows would be its value
+            continue
+        takes_value = False
 
 
 def hydra_text(text: str) -> str:

@@ -46,5 +46,5 @@ class StopOnSignals:
             # Not if the signal came while something else was being written to the same stream.
             with contextlib.suppress(RuntimeError):
                 self._announce(
-                    f"{name}: finishing this batch and saving. Ctrl-C stops at once, unsaved."
+                    f"{name}: finishing this batch and saving. Press Ctrl-C again to stop at once."
                 )

@@ -8,8 +8,9 @@ Four parts: ``model`` (networks, targets, duals, statistics of the observations:
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,8 +26,17 @@ from minerva_torchrl.envs import ReturnStdScaling, RunningObservationNorm, Stagg
 from minerva_torchrl.runs.assemble import Assembly
 from minerva_torchrl.runs.callbacks import Callback
 from minerva_torchrl.runs.checkpoints import Checkpoint, CheckpointError
+from minerva_torchrl.runs.metrics import MetricsBuffer
+from minerva_torchrl.runs.structure import check_like, check_optimizer, check_rows
 
-__all__ = ["capture", "cut_episodes", "restore", "restore_model", "state_is_exact"]
+__all__ = [
+    "capture",
+    "cut_episodes",
+    "not_finite",
+    "restore",
+    "restore_model",
+    "state_is_exact",
+]
 
 # Those of others may have a state that is not known here.
 _KNOWN_TRANSFORMS = (
@@ -37,10 +47,26 @@ _KNOWN_TRANSFORMS = (
     RunningObservationNorm,
     ReturnStdScaling,
 )
+# What a replay buffer has of each step at least.
+_STORED = (
+    "observation",
+    "action",
+    "next.observation",
+    "next.reward",
+    "next.done",
+    "next.terminated",
+    "next.truncated",
+    "collector.traj_ids",
+)
 
 
 def capture(
-    assembly: Assembly, callbacks: Sequence[Callback] = (), *, replay_buffer: bool = True
+    assembly: Assembly,
+    callbacks: Sequence[Callback] = (),
+    *,
+    metrics: MetricsBuffer | None = None,
+    replay_buffer: bool = True,
+    episodes: bool = True,
 ) -> dict[str, Any]:
     """The state between two batches, by part.
 
@@ -49,22 +75,56 @@ def capture(
         callbacks (sequence of Callback): those of the run. Defaults to none.
 
     Keyword Args:
+        metrics (MetricsBuffer, optional): what the run has not written down yet.
         replay_buffer (bool): include the replay buffer, if there is one. Defaults to ``True``.
+        episodes (bool): include the simulators. Without them, for example because they failed, new
+            episodes begin when the state is restored. Defaults to ``True``.
     """
     parts = {
         "model": {
             "loss": _plain(assembly.loss.state_dict()),
             "transforms": _plain(assembly.env.state_dict()),
         },
-        "training": _capture_training(assembly, callbacks),
-        "environment": _capture_environment(assembly),
+        "training": _capture_training(assembly, callbacks, metrics or MetricsBuffer()),
+        "environment": _capture_environment(assembly, episodes),
     }
     if replay_buffer and assembly.replay_buffer is not None:
         parts["replay"] = _capture_replay(assembly.replay_buffer)
     return parts
 
 
-def restore(assembly: Assembly, checkpoint: Checkpoint, callbacks: Sequence[Callback] = ()) -> None:
+def not_finite(parts: Mapping[str, Any]) -> str | None:
+    """Which parameter, state of an optimiser or statistic is not finite; ``None`` if all are.
+
+    Args:
+        parts (mapping): from :func:`capture`.
+    """
+    checked = {
+        "model": parts["model"],
+        "training": parts["training"]["hooks"],
+        "environment": parts["environment"]["discounted_returns"],
+    }
+    return _find_not_finite(checked, "")
+
+
+def _find_not_finite(value: Any, path: str) -> str | None:
+    if isinstance(value, Tensor):
+        bad = value.is_floating_point() and not value.isfinite().all()
+        return path if bad else None
+    if isinstance(value, Mapping):
+        entries: Any = value.items()
+    else:
+        entries = enumerate(value) if isinstance(value, (list, tuple)) else ()
+    paths = (_find_not_finite(item, f"{path}/{name}".lstrip("/")) for name, item in entries)
+    return next(filter(None, paths), None)
+
+
+def restore(
+    assembly: Assembly,
+    checkpoint: Checkpoint,
+    callbacks: Sequence[Callback] = (),
+    metrics: MetricsBuffer | None = None,
+) -> None:
     """Put a run into the state of a checkpoint, from which it goes on as it would have.
 
     Everything is read and compared with the run before anything is changed.
@@ -74,6 +134,7 @@ def restore(assembly: Assembly, checkpoint: Checkpoint, callbacks: Sequence[Call
         checkpoint (Checkpoint): has the parts of :func:`capture`.
         callbacks (sequence of Callback): of the same classes as in the run that was saved.
             Defaults to none.
+        metrics (MetricsBuffer, optional): goes on with what was not written down yet.
     """
     parts = {name: checkpoint.load(name) for name in checkpoint.parts}
     missing = {"model", "training", "environment"} - parts.keys()
@@ -84,15 +145,22 @@ def restore(assembly: Assembly, checkpoint: Checkpoint, callbacks: Sequence[Call
             f"{', '.join(sorted(missing))}."
         )
     with _explained(checkpoint):
+        bad = not_finite(parts)
+        if bad is not None:
+            raise CheckpointError(f"{checkpoint.path} can't be resumed from: {bad} is not finite.")
         _check_fits(assembly.loss, parts["model"]["loss"], checkpoint)
         _check_environments(assembly, parts["environment"], checkpoint)
         _check_callbacks(callbacks, parts["training"], checkpoint)
+        _check_structure(assembly, callbacks, parts, checkpoint)
         _restore_model(assembly.loss, assembly.env, parts["model"])
         if "replay" in parts and assembly.replay_buffer is not None:
             _restore_replay(assembly.replay_buffer, parts["replay"])
         _restore_environment(assembly, parts["environment"])
         # Last, because anything above may have drawn random numbers.
         _restore_training(assembly, callbacks, parts["training"])
+        if metrics is not None and "metrics" in parts["training"]:
+            device = next(assembly.loss.parameters()).device
+            metrics.load_state_dict(parts["training"]["metrics"], device)
 
 
 def restore_model(loss: LossModule, env: TransformedEnv, checkpoint: Checkpoint) -> None:
@@ -139,11 +207,12 @@ def _explained(checkpoint: Checkpoint) -> Iterator[None]:
     """Say in one line that a checkpoint has other content than it should have."""
     try:
         yield
-    except (KeyError, TypeError, ValueError, RuntimeError) as error:
-        reason = " ".join(str(error).split())
-        raise CheckpointError(
-            f"{checkpoint.path} does not fit the run: {type(error).__name__}, {reason}"
-        ) from error
+    except CheckpointError:
+        raise
+    except Exception as error:  # of any kind, because the content can be anything
+        reason = " ".join(str(error).split())[:300]
+        kind = "" if type(error) is ValueError else f"{type(error).__name__}, "
+        raise CheckpointError(f"{checkpoint.path} does not fit the run: {kind}{reason}") from error
 
 
 def _check_fits(loss: LossModule, state: Mapping[str, Any], checkpoint: Checkpoint) -> None:
@@ -183,12 +252,105 @@ def _check_callbacks(
         )
 
 
+def _check_structure(
+    assembly: Assembly,
+    callbacks: Sequence[Callback],
+    parts: Mapping[str, Any],
+    checkpoint: Checkpoint,
+) -> None:
+    """Compare names, types and shapes with those of a run that has just been made."""
+    if parts["training"].get("frames") != checkpoint.frames:
+        raise ValueError(f"training.frames is not that of the checkpoint, {checkpoint.frames}")
+    template = capture(assembly, callbacks)
+    copies = tuple(assembly.env.batch_size)
+    waiting = template["environment"]["carrier"]["entries"]
+
+    def check_carrier(entries: Any) -> None:
+        path = "environment.carrier.entries"
+        check_rows(entries, path, rows=copies[0] if copies else 1, names=())
+        check_like({name: entries[name] for name in waiting}, waiting, path)
+
+    def check_return(value: Any) -> None:
+        if value is not None:
+            path = "environment.discounted_returns"
+            check_like(value, torch.zeros(*copies, 1, dtype=torch.float64), path)
+
+    free: dict[str, Callable[[Any], None]] = {
+        "environment.simulators": _anything,
+        "environment.carrier.entries": check_carrier,
+        "training.callbacks": _anything,
+        "training.random": _anything,
+        "training.metrics": _check_metrics,
+        "replay.data": partial(_check_replay, assembly),
+        "training.hooks.replay_memory": _check_memory,
+    }
+    for index in range(len(template["environment"]["discounted_returns"])):
+        free[f"environment.discounted_returns.{index}"] = check_return
+    if not all(type(transform) in _KNOWN_TRANSFORMS for transform in assembly.env.transform):
+        free["model.transforms"] = _anything
+    for name, hook in assembly.trainer._modules.items():
+        path = f"training.hooks.{name}"
+        if type(hook).__module__.partition(".")[0] not in ("minerva_torchrl", "torch", "torchrl"):
+            free[path] = _anything
+        for title, optimizer in getattr(hook, "_optimizers", {}).items():
+            inside = f"{path}.{title}.state"
+            free[inside] = partial(check_optimizer, optimizer=optimizer, path=inside)
+    # Other versions of PyTorch may save other things.
+    same_names = bool(checkpoint.versions) and not checkpoint.other_versions()
+    for part in parts.keys() & template.keys():
+        check_like(parts[part], template[part], part, free=free, same_names=same_names)
+
+
+def _anything(value: Any) -> None:
+    """What it is for will refuse what it can't use."""
+
+
+def _check_metrics(state: Any) -> None:
+    losses = state["losses"]
+    if losses is not None:
+        rows = len(next(iter(losses.values())))
+        check_rows(losses, "training.metrics.losses", rows=rows, names=())
+    for name in ("returns", "lengths"):
+        check_like(state[name], [0.0] * len(state[name]), f"training.metrics.{name}")
+    if state["episode_return"] is not None:
+        check_like(state["episode_return"], 0.0, "training.metrics.episode_return")
+
+
+def _check_replay(assembly: Assembly, data: Any) -> None:
+    buffer = assembly.replay_buffer
+    if data is None or buffer is None:
+        return
+    if data.keys() != {"entries", "batch_size", "names"}:
+        raise ValueError(f"replay.data has {', '.join(map(str, data))[:80]}")
+    (rows,) = data["batch_size"]
+    if type(rows) is not int or not 0 < rows <= buffer.storage.max_size:
+        raise ValueError(f"replay.data.batch_size is {str(data['batch_size'])[:40]}")
+    names: tuple[str, ...] = (*_STORED, "index")
+    if getattr(getattr(assembly.trainer, "memory", None), "_multi_step", None) is not None:
+        names += ("steps_to_next_obs",)
+    check_rows(data["entries"], "replay.data.entries", rows=rows, names=names)
+    size = assembly.env.observation_spec["observation"].shape[-1]
+    for entries in (data["entries"], data["entries"]["next"]):
+        observation = entries["observation"]
+        if observation.shape != (rows, size) or observation.dtype != torch.float32:
+            raise ValueError(f"replay.data has observations of shape {list(observation.shape)}")
+
+
+def _check_memory(state: Any) -> None:
+    check_like(state["gaps"], 0, "training.hooks.replay_memory.gaps")
+    if state.get("waiting") is not None:
+        rows = state["batch_size"][0]
+        check_rows(state["waiting"], "training.hooks.replay_memory", rows=rows, names=_STORED)
+
+
 def _restore_model(loss: LossModule, env: TransformedEnv, state: Mapping[str, Any]) -> None:
     loss.load_state_dict(state["loss"])
     env.load_state_dict(state["transforms"])
 
 
-def _capture_training(assembly: Assembly, callbacks: Sequence[Callback]) -> dict[str, Any]:
+def _capture_training(
+    assembly: Assembly, callbacks: Sequence[Callback], metrics: MetricsBuffer
+) -> dict[str, Any]:
     trainer = assembly.trainer
     return {
         "frames": trainer.collected_frames,
@@ -198,6 +360,7 @@ def _capture_training(assembly: Assembly, callbacks: Sequence[Callback]) -> dict
             {"class": type(callback).__qualname__, "state": _plain(callback.state_dict())}
             for callback in callbacks
         ],
+        "metrics": metrics.state_dict(),
         "random": _capture_random(),
     }
 
@@ -219,28 +382,36 @@ def _restore_training(
     _restore_random(state["random"])
 
 
-def _capture_environment(assembly: Assembly) -> dict[str, Any]:
+def _capture_environment(assembly: Assembly, episodes: bool) -> dict[str, Any]:
     collector = assembly.collector
-    returns = [t._discounted_return for t in assembly.env.transform if _follows_returns(t)]
-    return {
-        "simulators": _plain(assembly.env.base_env.state_dict()),
-        "discounted_returns": [None if r is None else r.clone() for r in returns],
-        "carrier": _plain_tensordict(collector._carrier),
+    state = {
+        "simulators": None,
+        "discounted_returns": [],
+        "carrier": {"batch_size": list(assembly.env.batch_size)},
         "frames": collector._frames,
         "iterations": collector._iter,
         "trajectories": _plain(collector._traj_pool.state_dict()),
     }
+    if episodes:
+        returns = [t._discounted_return for t in assembly.env.transform if _follows_returns(t)]
+        state["simulators"] = _plain(assembly.env.base_env.state_dict())
+        state["discounted_returns"] = [None if r is None else r.clone() for r in returns]
+        state["carrier"] = _plain_tensordict(collector._carrier)
+    return state
 
 
 def _restore_environment(assembly: Assembly, state: Mapping[str, Any]) -> None:
     collector = assembly.collector
+    collector._frames, collector._iter = state["frames"], state["iterations"]
+    collector._traj_pool.load_state_dict(state["trajectories"])
+    if state["simulators"] is None:
+        cut_episodes(assembly)
+        return
     assembly.env.base_env.load_state_dict(state["simulators"])
     transforms = [t for t in assembly.env.transform if _follows_returns(t)]
     for transform, returns in zip(transforms, state["discounted_returns"], strict=True):
         transform._discounted_return = returns
     collector._carrier = _tensordict(state["carrier"])
-    collector._frames, collector._iter = state["frames"], state["iterations"]
-    collector._traj_pool.load_state_dict(state["trajectories"])
 
 
 def _follows_returns(transform: object) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import types
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import fields, is_dataclass
@@ -25,8 +26,9 @@ class ConfigError(ValueError):
 def parse(kind: type[T], data: Mapping[str, Any]) -> T:
     """Make a dataclass of settings, with nested ones as its sections, from plain data.
 
-    Nothing is converted, except integers where a number is wanted and lists where a tuple is. What
-    is missing keeps its default.
+    Nothing is converted, except integers where a number is wanted, whole numbers such as ``1e5``
+    where an integer is, and lists where a tuple is. What is missing keeps its default. Numbers that
+    are infinite or none at all are refused.
 
     Args:
         kind (type): the dataclass.
@@ -85,7 +87,7 @@ def _parse_section(kind: type, data: Any, path: str, problems: list[str]) -> Any
             try:
                 values[name] = _parse_value(hints[name], value)
             except ValueError:
-                wanted = _wanted(hints[name])
+                wanted = "finite" if _has_not_finite(value) else _wanted(hints[name])
                 problems.append(f"{path}{name} must be {wanted}, got {_shown(value)}.")
     return None if problems else kind(**values)
 
@@ -109,10 +111,12 @@ def _parse_value(hint: Any, value: Any) -> Any:
         if isinstance(value, Mapping) and _is_plain(dict(value)):
             return dict(value)
     elif hint is float:
-        if isinstance(value, (int, float)) and not isinstance(value, bool):
+        if isinstance(value, (int, float)) and not isinstance(value, bool) and _is_finite(value):
             return float(value)
     elif hint is int:
-        if isinstance(value, int) and not isinstance(value, bool):
+        if isinstance(value, float) and value.is_integer():
+            return int(value)
+        if isinstance(value, int) and not isinstance(value, bool) and _is_finite(value):
             return value
     elif hint is types.NoneType:
         if value is None:
@@ -128,7 +132,22 @@ def _is_plain(value: Any) -> bool:
         return all(isinstance(name, str) and _is_plain(item) for name, item in value.items())
     if isinstance(value, (list, tuple)):
         return all(not isinstance(item, Mapping) and _is_plain(item) for item in value)
-    return value is None or isinstance(value, (bool, int, float, str))
+    return value is None or (isinstance(value, (bool, int, float, str)) and _is_finite(value))
+
+
+def _is_finite(value: Any) -> bool:
+    try:
+        return not isinstance(value, (int, float)) or math.isfinite(value)
+    except OverflowError:  # an integer that is too large for a number
+        return False
+
+
+def _has_not_finite(value: Any) -> bool:
+    if isinstance(value, Mapping):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        return any(map(_has_not_finite, value))
+    return not _is_finite(value)
 
 
 def _wanted(hint: Any) -> str:
@@ -146,7 +165,14 @@ def _wanted(hint: Any) -> str:
 
 
 def _shown(value: Any) -> str:
-    return "null" if value is None else f"{value!r} ({type(value).__name__})"
+    """A value as errors show it, which is never long."""
+    if value is None:
+        return "null"
+    try:
+        text = repr(value)
+    except ValueError:  # an integer with thousands of digits
+        text = "..."
+    return f"{text if len(text) <= 100 else text[:100] + '...'} ({type(value).__name__})"
 
 
 def _unknown(full: str, name: str, known: list[str], path: str, elsewhere: list[str]) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from minerva_torchrl.algorithms import RunConfig
-from minerva_torchrl.runs.strict import ConfigError
+from minerva_torchrl.runs.manifest import CheckpointError
 
 __all__ = ["check_trust", "code_in"]
 
@@ -58,10 +58,8 @@ def check_trust(
     """
     code = [f"{name}={text}" for name, text in code_in(config).items() if name not in named_again]
     if code and not trust:
-        raise ConfigError(
-            [
-                f"{run_dir / 'config.yaml'} names code, which is not imported without your word: "
-                f"{' '.join(code)}. If you trust it, add trust=true to resume=..., --trust to "
-                "evaluate, trust=True in Python; or give the same again."
-            ]
+        raise CheckpointError(
+            f"{run_dir / 'config.yaml'} names code, which is not imported without your word: "
+            f"{' '.join(code)}. If you trust it, add trust=true to resume=..., --trust to "
+            "evaluate, trust=True in Python; or give the same again."
         )

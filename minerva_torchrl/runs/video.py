@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from tqdm import tqdm
 
 from minerva_torchrl.objectives.checks import check_count
 from minerva_torchrl.runs.atomic import replace_path
@@ -38,7 +39,11 @@ def require_video_support() -> None:
 
 
 def write_video(
-    path: str | os.PathLike[str], frames: Sequence[NDArray[np.uint8]], fps: int
+    path: str | os.PathLike[str],
+    frames: Sequence[NDArray[np.uint8]],
+    fps: int,
+    *,
+    progress: bool = False,
 ) -> None:
     """Write pictures as a video that browsers play: mp4, H.264, 4:2:0 colours.
 
@@ -51,6 +56,9 @@ def write_video(
         frames (sequence of arrays): pictures, uint8 ``[height, width, 3]``, at least one and all
             of the same size.
         fps (int): frames per second.
+
+    Keyword Args:
+        progress (bool): show how far it is, on a terminal. Defaults to ``False``.
 
     Examples:
         >>> import tempfile
@@ -78,7 +86,9 @@ def write_video(
             output_params=["-movflags", "+faststart"],  # plays while it is loading
         )
         with closing(writer):  # by itself it would go on writing after an error
-            for frame in frames:
+            for frame in tqdm(
+                frames, f"writing {path.name}", unit="pictures", disable=None if progress else True
+            ):
                 writer.append_data(_with_even_sides(frame))
 
 

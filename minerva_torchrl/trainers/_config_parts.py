@@ -11,19 +11,19 @@ from typing import Any, TypeVar
 from omegaconf import MISSING
 from tensordict.nn import NormalParamExtractor, TensorDictModule
 from torch import nn
-from torchrl.data import SliceSampler
 from torchrl.modules import IndependentNormal, ProbabilisticActor
 from torchrl.trainers.algorithms.configs import ModelConfig
-from torchrl.trainers.algorithms.configs.common import _normalize_hydra_key, _normalize_hydra_keys
+from torchrl.trainers.algorithms.configs.common import _normalize_hydra_keys
 from torchrl.trainers.algorithms.configs.data import SamplerConfig
 from torchrl.trainers.algorithms.configs.envs_libs import EnvLibsConfig
 
 from minerva_torchrl.envs import make_env
+from minerva_torchrl.trainers.sequences import SequenceSampler
 
 __all__ = [
     "IndependentNormalModelConfig",
     "MinervaEnvConfig",
-    "RetraceSliceSamplerConfig",
+    "SequenceSamplerConfig",
     "complete",
     "fields_from",
 ]
@@ -133,27 +133,19 @@ def _make_independent_normal_model(*, network: Any, **fields: Any) -> Probabilis
     return actor.share_memory() if fields["shared"] else actor
 
 
-@dataclass
-class RetraceSliceSamplerConfig(SamplerConfig):
-    """Node ``sampler/retrace_slice``: sequences of ``slice_len`` steps, each of one trajectory.
+@fields_from(SequenceSampler.__init__, leave_out=["trajectory_key", "done_key"])
+class SequenceSamplerConfig(SamplerConfig):
+    """Node ``sampler/sequences``: sequences of ``sequence_length`` steps of one trajectory each.
 
-    The buffer's ``batch_size`` counts steps: the number of sequences times ``slice_len``.
+    The buffer's ``batch_size`` counts sequences.
 
     Examples:
         >>> from hydra.utils import instantiate
-        >>> sampler = instantiate(RetraceSliceSamplerConfig(slice_len=8))
-        >>> sampler.slice_len, sampler.truncated_key
-        (8, ('next', 'truncated'))
+        >>> instantiate(SequenceSamplerConfig(sequence_length=8))
+        SequenceSampler(sequence_length=8, sequence_steps='all')
     """
 
-    slice_len: int = MISSING
-    traj_key: Any = field(default_factory=lambda: ["collector", "traj_ids"])
-    cache_values: bool = True  # where trajectories end is looked up once per write, not per sample
-    _target_: str = "minerva_torchrl.trainers._config_parts._make_retrace_slice_sampler"
-
-
-def _make_retrace_slice_sampler(*, traj_key: Any, **kwargs: Any) -> SliceSampler:
-    return SliceSampler(traj_key=_normalize_hydra_key(traj_key), **kwargs)
+    _target_: str = "minerva_torchrl.trainers.SequenceSampler"
 
 
 @fields_from(make_env)

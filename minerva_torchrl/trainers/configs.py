@@ -5,7 +5,7 @@ Importing this module adds nodes to the groups of :mod:`torchrl.trainers.algorit
 - ``loss/mpo`` and ``loss/vmpo``: a loss with its value estimator;
 - ``trainer/mpo`` and ``trainer/vmpo``: a trainer, which completes the nodes that it is given;
 - ``model/independent_normal``: a Gaussian policy without tanh;
-- ``sampler/retrace_slice``: sequences of one trajectory each;
+- ``sampler/sequences``: sequences of one trajectory each;
 - ``env/minerva``: an environment by name.
 
 A configuration file lists nodes, each before those inside it, and what differs from their defaults:
@@ -23,7 +23,7 @@ A configuration file lists nodes, each before those inside it, and what differs 
       - loss@trainer.loss_module: mpo
       - replay_buffer@trainer.replay_buffer: tensordict
       - storage@trainer.replay_buffer.storage: lazy_tensor
-      - sampler@trainer.replay_buffer.sampler: retrace_slice
+      - sampler@trainer.replay_buffer.sampler: sequences
       - target_net_updater@trainer.target_net_updater: hard
       - optimizer@trainer.optimizer_critic: adam
       - optimizer@trainer.optimizer_actor: adam
@@ -33,7 +33,6 @@ A configuration file lists nodes, each before those inside it, and what differs 
     trainer:
       total_frames: 100_000
       optim_steps_per_batch: 50
-      sequence_length: 8
       collector:
         _partial_: true # the trainer gives it the policy
         frames_per_batch: 50
@@ -47,9 +46,9 @@ A configuration file lists nodes, each before those inside it, and what differs 
         _partial_: true # the trainer gives it the networks and the action's bounds
         value_estimator: retrace
       replay_buffer:
-        batch_size: 256 # 32 sequences
+        batch_size: 32 # sequences
         storage: {max_size: 100_000}
-        sampler: {slice_len: "${trainer.sequence_length}"}
+        sampler: {sequence_length: 8}
       target_net_updater: {value_network_update_interval: 99} # copies at every 100th step
       optimizer_critic: {lr: 3e-4, eps: 1e-8} # the node's own eps is 1e-4, not PyTorch's 1e-8
       optimizer_actor: {lr: 3e-4, eps: 1e-8}
@@ -96,7 +95,7 @@ from minerva_torchrl.objectives.vmpo import VMPOLoss
 from minerva_torchrl.trainers._config_parts import (
     IndependentNormalModelConfig,
     MinervaEnvConfig,
-    RetraceSliceSamplerConfig,
+    SequenceSamplerConfig,
     complete,
     fields_from,
 )
@@ -109,7 +108,7 @@ __all__ = [
     "MPOLossConfig",
     "MPOTrainerConfig",
     "MinervaEnvConfig",
-    "RetraceSliceSamplerConfig",
+    "SequenceSamplerConfig",
     "VMPOLossConfig",
     "VMPOTrainerConfig",
     "register",
@@ -354,7 +353,7 @@ def register() -> None:
         "trainer/mpo": MPOTrainerConfig,
         "trainer/vmpo": VMPOTrainerConfig,
         "model/independent_normal": IndependentNormalModelConfig,
-        "sampler/retrace_slice": RetraceSliceSamplerConfig,
+        "sampler/sequences": SequenceSamplerConfig,
         "env/minerva": MinervaEnvConfig,
     }
     for path, node in nodes.items():

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
+from torch import Tensor
 from torchrl.collectors import BaseCollector
 from torchrl.data import ReplayBuffer
 from torchrl.envs import MultiStepTransform
@@ -88,7 +89,12 @@ def weights_to_collector(trainer: Trainer) -> UpdateWeights:
 
 
 class FiniteBatches(TrainerHookBase):
-    """Leaves out collected batches with numbers that are not finite, and ends hopeless training.
+    """Leaves out what is not finite in collected batches, and ends hopeless training.
+
+    Steps that an environment lost (:class:`~minerva_torchrl.envs.batched.BatchedEnv` says how it
+    marks them) are dropped, and the one before each is marked as truncated, with which its episode
+    ends. So that batches keep their shape, the place of a lost step is taken by a copy of the step
+    before it, as an episode of its own.
 
     A batch in which any number is infinite or not a number is neither stored nor trained on.
     Updates that the optimisation stepper left out because a loss or gradient was not finite count
@@ -103,8 +109,12 @@ class FiniteBatches(TrainerHookBase):
         check_count("limit", limit)
         self.limit = limit
         self.rejected = False
+        self.skipped_frames = 0
         self.skipped_batches = 0
+        self.first_lost: Tensor | None = None
+        """Which copies lost the first step of the latest batch, ``[*K]``; ``None`` if none did."""
         self._in_a_row = 0
+        self._frame_skip = 1
         self._stepper: GuardedStepper | None = None
 
     @property
@@ -121,6 +131,7 @@ class FiniteBatches(TrainerHookBase):
         """
         if isinstance(trainer.optimization_stepper, GuardedStepper):
             self._stepper = trainer.optimization_stepper
+        self._frame_skip = trainer.frame_skip
         run_first(trainer, "batch_process", self._inspect)
         if trainer.replay_buffer is None:  # trains on the collected batch itself
             run_first(trainer, "process_optim_batch", self._skip_if_rejected)
@@ -129,14 +140,20 @@ class FiniteBatches(TrainerHookBase):
 
     def state_dict(self) -> dict[str, Any]:
         """The counters."""
-        return {"skipped_batches": self.skipped_batches, "in_a_row": self._in_a_row}
+        return {
+            "skipped_frames": self.skipped_frames,
+            "skipped_batches": self.skipped_batches,
+            "in_a_row": self._in_a_row,
+        }
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` returned."""
+        self.skipped_frames = state_dict.get("skipped_frames", 0)  # not in version 0.1
         self.skipped_batches = state_dict["skipped_batches"]
         self._in_a_row = state_dict["in_a_row"]
 
-    def _inspect(self, batch: TensorDictBase) -> None:
+    def _inspect(self, batch: TensorDictBase) -> TensorDictBase:
+        batch = self._without_lost_steps(batch)
         tensors = [tensor for tensor in batch.values(True, True) if tensor.is_floating_point()]
         self.rejected = not torch.stack([tensor.isfinite().all() for tensor in tensors]).all()
         self._in_a_row = self._in_a_row + 1 if self.rejected else 0
@@ -146,6 +163,34 @@ class FiniteBatches(TrainerHookBase):
                 f"{self._in_a_row} collected batches in a row had numbers that are not finite "
                 f"(the limit is {self.limit}). Entries of the last: {_not_finite(batch)}."
             )
+        return batch
+
+    def _without_lost_steps(self, batch: TensorDictBase) -> TensorDictBase:
+        after = batch.get("next")
+        truncated, reward = after.get("truncated", None), after.get("reward", None)
+        self.first_lost = None
+        if truncated is None or reward is None or not (lost := truncated & reward.isnan()).any():
+            return batch
+        lost = lost.squeeze(-1)
+        self.first_lost = lost[..., 0]
+        if lost.all():  # nothing could take their place: the whole batch is left out
+            self.skipped_frames += lost.numel() * self._frame_skip
+            return batch
+        batch = batch.clone()
+        last = torch.zeros_like(lost)
+        last[..., :-1] = lost[..., 1:] & ~lost[..., :-1]
+        _truncate(batch, last)
+        steps, lost = batch.reshape(-1), lost.reshape(-1)
+        places, numbers = lost.nonzero().flatten(), torch.arange(len(lost), device=lost.device)
+        kept = (~lost).nonzero().flatten()
+        before = torch.where(lost, kept[0], numbers).cummax(0).values
+        steps[places] = steps[before[places]]
+        _truncate(steps, lost)
+        if _TRAJECTORY in steps.keys(True):  # other numbers than collectors give
+            used = self.skipped_frames // self._frame_skip
+            steps.get(_TRAJECTORY)[places] = -1 - used - numbers[: len(places)].to(torch.int64)
+        self.skipped_frames += len(places) * self._frame_skip
+        return batch.update(steps.reshape(batch.shape))  # which keeps the names of dimensions
 
     def _skip_if_rejected(self, batch: TensorDictBase) -> TensorDictBase:
         if self.rejected:
@@ -155,6 +200,13 @@ class FiniteBatches(TrainerHookBase):
     def _check_updates(self) -> None:
         if self._stepper is not None:
             self._stepper.check_finite(self.limit)
+
+
+def _truncate(batch: TensorDictBase, ends: Tensor) -> None:
+    """Mark some steps as the last ones of their episodes, in place."""
+    after, ends = batch.get("next"), ends.unsqueeze(-1)
+    after.set("truncated", after.get("truncated") | (ends & ~after.get("done")))
+    after.set("done", after.get("done") | ends)
 
 
 def _not_finite(batch: TensorDictBase) -> str:
@@ -182,8 +234,14 @@ class ReplayMemory(TrainerHookBase):
         n_steps (int): steps that a stored transition spans: its reward is the discounted sum of
             theirs, and it ends with the episode at the latest. Defaults to ``1``.
         gamma (float): discount of those rewards. Defaults to ``0.99``.
-        sequence_length (int): the buffer draws sequences of this length, which are returned as
-            ``[B, T]``. Defaults to ``1``: transitions ``[B]``.
+        every_next_state (bool): store the first ``n_steps - 1`` steps of an episode as transitions
+            of one step, too. Without them none of the first ``n_steps`` states is the next state of
+            a transition, with them all but the very first are. Where an episode begins is known
+            from the entry ``step_count`` (of :class:`~torchrl.envs.StepCounter`); data without it
+            is stored as it is. Defaults to ``False``.
+        sequence_length (int): for a sampler that returns sequences one after the other, such as
+            :class:`~torchrl.data.SliceSampler`: their length. They are returned as ``[B, T]``.
+            Defaults to ``1``: what the buffer draws is returned as it is.
         device (torch.device, optional): device to train on.
     """
 
@@ -194,18 +252,22 @@ class ReplayMemory(TrainerHookBase):
         keys: Iterable[NestedKey] | None = None,
         n_steps: int = 1,
         gamma: float = 0.99,
+        every_next_state: bool = False,
         sequence_length: int = 1,
         device: torch.device | str | None = None,
     ) -> None:
         check_count("n_steps", n_steps)
         check_count("sequence_length", sequence_length)
-        if n_steps > 1 and sequence_length > 1:
+        drawn = getattr(replay_buffer.sampler, "sequence_length", sequence_length)
+        if n_steps > 1 and drawn > 1:
             raise ValueError(
                 "n_steps and sequence_length can't both be above 1: sequences consist of one-step "
-                f"transitions. Got {n_steps} and {sequence_length}."
+                f"transitions. Got {n_steps} and {drawn}."
             )
         self.replay_buffer = replay_buffer
         self.keys = None if keys is None else list(keys)
+        self.n_steps = n_steps
+        self.every_next_state = every_next_state
         self.sequence_length = sequence_length
         self.device = device
         self._gaps = 0
@@ -226,19 +288,38 @@ class ReplayMemory(TrainerHookBase):
     @torch.no_grad()
     def extend(self, batch: TensorDictBase) -> None:
         """Store a collected batch ``[*K, T]``."""
+        step_count = batch.get("step_count", None) if self.every_next_state else None
         if self.keys is not None:
             batch = batch.select(*self.keys, strict=False)
         if self._gaps and _TRAJECTORY in batch.keys(True):
             ids = batch.get(_TRAJECTORY).to(torch.int64) + self._gaps * _IDS_PER_GAP
             batch = batch.copy().set(_TRAJECTORY, ids)
-        if self._multi_step is not None:
-            batch = self._multi_step.inv(batch)
-            # A copy: collectors may write their next batch into the same memory.
-            self._multi_step._buffer = self._multi_step._buffer.clone()
-            if batch is None:  # fewer steps so far than one transition spans
-                return
+        if self._multi_step is None:
+            self.replay_buffer.extend(batch.reshape(-1))
+            return
+        if step_count is not None:
+            first = batch[step_count.reshape(batch.shape) < self.n_steps - 1]
+            if len(first):
+                one = torch.ones(len(first), dtype=torch.int64, device=first.device)
+                self.replay_buffer.extend(first.set("steps_to_next_obs", one))
+        batch = self._multi_step.inv(batch)
+        # A copy: collectors may write their next batch into the same memory.
+        self._multi_step._buffer = self._multi_step._buffer.clone()
+        if batch is not None:  # else fewer steps so far than one transition spans
             batch = batch.exclude("gamma", "nonterminal", ("next", "original_reward"))
-        self.replay_buffer.extend(batch.reshape(-1))
+            self.replay_buffer.extend(batch.reshape(-1))
+
+    def cut(self, copies: Tensor) -> None:
+        """End the episodes of some copies with the step that was stored last.
+
+        Args:
+            copies (Tensor): which ones, ``[*K]``.
+        """
+        waiting = None if self._multi_step is None else self._multi_step._buffer
+        if waiting is not None:
+            ends = torch.zeros(waiting.shape, dtype=torch.bool, device=copies.device)
+            ends[..., -1] = copies
+            _truncate(waiting, ends)
 
     def leave_gap(self) -> None:
         """A batch was left out: let neither transitions nor sequences reach across it."""
@@ -249,7 +330,7 @@ class ReplayMemory(TrainerHookBase):
     def sample(self, batch: TensorDictBase | None = None) -> TensorDictBase:
         """Draw a batch to train on; what was collected last is not needed for it."""
         sample = self.replay_buffer.sample()
-        if self.sequence_length > 1:
+        if self.sequence_length > 1 and sample.ndim == 1:
             sample = sample.reshape(-1, self.sequence_length)
         return sample if self.device is None else sample.to(self.device)
 

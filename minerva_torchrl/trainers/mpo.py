@@ -23,7 +23,13 @@ from minerva_torchrl.trainers.hooks import (
     refuse_random_frames,
     weights_to_collector,
 )
-from minerva_torchrl.trainers.stepping import GuardedStepper, Learner, Undo
+from minerva_torchrl.trainers.stepping import (
+    GuardedStepper,
+    Learner,
+    LRScaling,
+    Undo,
+    scale_of_lr,
+)
 
 __all__ = ["MPOOptimizationStepper", "MPOTrainer"]
 
@@ -51,6 +57,8 @@ class MPOOptimizationStepper(GuardedStepper):
     Keyword Args:
         num_policy_steps (int): policy steps on one E-step. Defaults to ``1``.
         dual_order (str): ``"simultaneous"`` (default) or ``"dual_first"``.
+        lr_scaling (str, optional): scale the learning rate of ``optimizer_actor`` by
+            ``"1/sqrt(M)"`` or ``"1/M"``, with M policy steps on one E-step.
         clip_critic (float, optional): largest gradient norm of the critic. Defaults to ``40``.
         clip_actor (float, optional): largest gradient norm of the policy. Defaults to ``40``.
         clip_dual (float, optional): largest joint gradient norm of the duals. A joint norm lets a
@@ -95,6 +103,7 @@ class MPOOptimizationStepper(GuardedStepper):
         *,
         num_policy_steps: int = 1,
         dual_order: Literal["simultaneous", "dual_first"] = "simultaneous",
+        lr_scaling: LRScaling | None = None,
         clip_critic: float | None = 40.0,
         clip_actor: float | None = 40.0,
         clip_dual: float | None = None,
@@ -117,6 +126,9 @@ class MPOOptimizationStepper(GuardedStepper):
         self.optimizer_dual = optimizer_dual
         self.num_policy_steps = num_policy_steps
         self.dual_order = dual_order
+        self.lr_scaling = lr_scaling
+        self.lr_scale = scale_of_lr(lr_scaling, num_policy_steps)
+        """Factor on the policy's learning rate that ``lr_scaling`` stands for."""
         self.clip_critic = clip_critic
         self.clip_actor = clip_actor
         self.clip_dual = clip_dual
@@ -179,7 +191,7 @@ class MPOOptimizationStepper(GuardedStepper):
             if i == 0:
                 taken = taken & finite
                 self._step_if(taken, "optimizer_critic")
-            self._step_if(finite & taken, "optimizer_actor")
+            self._step_if(finite & taken, "optimizer_actor", lr_scale=self.lr_scale)
         if dual_first:
             undo.unless(taken)
         else:
@@ -209,16 +221,18 @@ class MPOTrainer(Trainer):
         loss_module (MPOLoss): the loss.
         optimization_stepper (MPOOptimizationStepper): takes the steps.
         replay_buffer (ReplayBuffer): a buffer of transitions, with a ``batch_size``. For sequences
-            its sampler is a :class:`~torchrl.data.SliceSampler` by trajectory.
+            its sampler is a :class:`~minerva_torchrl.trainers.SequenceSampler`.
         target_net_updater (TargetNetUpdater): updates the target networks, for example from
             :func:`~minerva_torchrl.trainers.make_target_updater`.
         optim_steps_per_batch (int): optimisation steps per collected batch.
         warmup_frames (int): frames to collect before the first step. Defaults to ``0``.
-        n_steps (int): steps that a stored transition spans. Defaults to ``1``.
+        n_steps (int): steps that a stored transition spans. Defaults to ``1``. For a loss with
+            ``policy_states="next"`` the first ``n_steps - 1`` steps of an episode are stored as
+            single steps besides, so that the policy is trained at the states behind them, too.
         gamma (float): discount of their rewards, that of the loss's value estimator. Defaults to
             ``0.99``.
-        sequence_length (int): length of the sequences that the buffer draws; ``1`` for transitions.
-            Defaults to ``1``.
+        sequence_length (int): length of the sequences of a sampler that returns them one after the
+            other, such as :class:`~torchrl.data.SliceSampler`. Defaults to ``1``.
         max_skipped (int): batches in a row that may be left out before
             :class:`~minerva_torchrl.trainers.NonFiniteError` is raised. Defaults to ``10``.
         frame_skip (int): frames per environment step. Defaults to ``1``.
@@ -262,8 +276,8 @@ class MPOTrainer(Trainer):
         ...     progress_bar=False,
         ... )
         >>> trainer.train()
-        >>> len(trainer.replay_buffer)  # the last n steps wait for their successors
-        195
+        >>> len(trainer.replay_buffer)  # the last 5 steps wait for their successors, 4 are twice
+        199
     """
 
     def __init__(
@@ -311,6 +325,7 @@ class MPOTrainer(Trainer):
             keys=stored_keys(loss_module),
             n_steps=n_steps,
             gamma=gamma,
+            every_next_state=loss_module.policy_states == "next",
             sequence_length=sequence_length,
             device=device,
         )
@@ -326,6 +341,8 @@ class MPOTrainer(Trainer):
         if self.finite_batches.rejected:
             self.memory.leave_gap()
         else:
+            if self.finite_batches.first_lost is not None:
+                self.memory.cut(self.finite_batches.first_lost)
             self.memory.extend(batch)
 
     def optim_steps(self, batch: TensorDictBase) -> None:

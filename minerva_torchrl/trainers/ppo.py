@@ -19,6 +19,7 @@ from torchrl.trainers import Trainer
 from minerva_torchrl.modules.clip_ppo import DirectClipPPOLoss
 from minerva_torchrl.objectives.checks import check_count, check_positive
 from minerva_torchrl.objectives.ppo import estimate_advantage, ppo_kl_k3
+from minerva_torchrl.objectives.reductions import explained_variance
 from minerva_torchrl.trainers.annealing import register_lr_scheduler
 from minerva_torchrl.trainers.hooks import (
     FiniteBatches,
@@ -103,8 +104,8 @@ class PPOOptimizationStepper(GuardedStepper):
 
         Returns:
             The detached losses and metrics, 0-d: means over the minibatches of the last epoch that
-            ran, ``epochs_run``, and ``kl_k3`` of the last minibatch, with which ``target_kl`` is
-            compared.
+            ran, ``epochs_run``, ``kl_k3`` of the last minibatch, with which ``target_kl`` is
+            compared, and ``rollout_explained_variance`` of the values that made the advantages.
         """
         loss: Any = learner.loss_module
         self._refuse_unreduced(loss)
@@ -128,7 +129,12 @@ class PPOOptimizationStepper(GuardedStepper):
                     break
         names = outputs[-1].keys()
         metrics = {name: torch.stack([output[name] for output in outputs]).mean() for name in names}
-        return TensorDict({**metrics, "kl_k3": kl, "epochs_run": kl.new_full((), epoch)})
+        metrics |= {"kl_k3": kl, "epochs_run": kl.new_full((), epoch)}
+        keys = loss.tensor_keys
+        target, value = frames.get(keys.value_target), frames.get(keys.value, None)
+        if value is not None:
+            metrics["rollout_explained_variance"] = explained_variance(target, value)
+        return TensorDict(metrics)
 
     def _frames(self, loss: ClipPPOLoss, rollout: TensorDictBase) -> TensorDictBase:
         """What the loss needs of a rollout, ``[F]``."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol, get_args
 
 import torch
 from tensordict import TensorDict, TensorDictBase
@@ -13,7 +13,20 @@ from torch.optim import Optimizer
 from torchrl.objectives.common import LossModule
 from torchrl.trainers.trainers import OptimizationStepper
 
-__all__ = ["GuardedStepper", "Learner", "LocalLearner", "NonFiniteError", "Undo"]
+from minerva_torchrl.objectives.checks import check_choice
+
+__all__ = [
+    "GuardedStepper",
+    "LRScaling",
+    "Learner",
+    "LocalLearner",
+    "NonFiniteError",
+    "Undo",
+    "scale_of_lr",
+]
+
+LRScaling = Literal["1/sqrt(M)", "1/M"]
+"""How learning rates depend on the number M of policy steps."""
 
 _FLAGS_KEPT = 256  # before they become one tensor
 
@@ -61,6 +74,13 @@ class GuardedStepper(OptimizationStepper):
     def __init__(self, optimizers: Mapping[str, Optimizer | None]) -> None:
         self._optimizers = {name: opt for name, opt in optimizers.items() if opt is not None}
         self._refuse_shared_parameters()
+        self._rate_names = [
+            [_rate_name(name, group, i) for i, group in enumerate(opt.param_groups)]
+            for name, opt in self._optimizers.items()
+        ]
+        self.reports_param_delta = False
+        """Whether an update returns ``param_delta``: how far, in the Euclidean norm, it moved the
+        parameters of the policy. That takes a copy of them for each update."""
         self.latest = TensorDict()
         """What the latest step inside a trainer returned; the trainer may average into it later."""
         self._group: dist.ProcessGroup | None = None
@@ -70,7 +90,7 @@ class GuardedStepper(OptimizationStepper):
     def step(self, trainer: Any, sub_batch: TensorDictBase) -> TensorDict:
         """One update inside a TorchRL ``Trainer``."""
         self._join_processes(trainer)
-        self.latest = self._update(trainer, sub_batch)
+        self.latest = self._measured_update(trainer, sub_batch)
         return self.latest
 
     def update(self, loss: LossModule, tensordict: TensorDictBase) -> TensorDict:
@@ -83,7 +103,17 @@ class GuardedStepper(OptimizationStepper):
         Returns:
             The detached losses and metrics, 0-d.
         """
-        return self._update(LocalLearner(loss), tensordict)
+        return self._measured_update(LocalLearner(loss), tensordict)
+
+    def _measured_update(self, learner: Learner, batch: TensorDictBase) -> TensorDict:
+        if not self.reports_param_delta:
+            return self._update(learner, batch)
+        actor: Any = learner.loss_module.actor_network_params
+        parameters = [parameter.detach() for parameter in actor.parameters()]
+        before = [parameter.clone() for parameter in parameters]
+        metrics = self._update(learner, batch)
+        change = torch._foreach_sub(parameters, before)
+        return metrics.set("param_delta", nn.utils.get_total_norm(change))
 
     def _update(self, learner: Learner, batch: TensorDictBase) -> TensorDict:
         raise NotImplementedError
@@ -172,6 +202,15 @@ class GuardedStepper(OptimizationStepper):
         return smallest.bool()
 
     # Counts and state ----------------------------------------------------------------------------
+
+    @property
+    def learning_rates(self) -> dict[str, float]:
+        """Present learning rates, by the ``name`` of a parameter group or of its optimiser."""
+        rates: dict[str, float] = {}
+        for names, optimizer in zip(self._rate_names, self._optimizers.values(), strict=True):
+            for name, group in zip(names, optimizer.param_groups, strict=True):
+                rates[name] = float(group["lr"])
+        return rates
 
     @property
     def skipped_updates(self) -> int:
@@ -271,6 +310,18 @@ class Undo:
                 yield parameter
                 state = optimizer.state.get(parameter, {})
                 yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+def scale_of_lr(scaling: LRScaling | None, num_policy_steps: int) -> float:
+    r"""The factor on learning rates: 1, :math:`1 / \sqrt M` or :math:`1 / M`."""
+    check_choice("lr_scaling", scaling, (None, *get_args(LRScaling)))
+    exponents = {None: 0.0, "1/sqrt(M)": -0.5, "1/M": -1.0}
+    return float(num_policy_steps ** exponents[scaling])
+
+
+def _rate_name(optimizer: str, group: Mapping[str, Any], index: int) -> str:
+    default = optimizer.replace("optimizer", "lr") + f"_{index}" * (index > 0)
+    return f"lr_{group['name']}" if "name" in group else default
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:

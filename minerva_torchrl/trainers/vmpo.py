@@ -23,7 +23,13 @@ from minerva_torchrl.trainers.hooks import (
     refuse_random_frames,
     weights_to_collector,
 )
-from minerva_torchrl.trainers.stepping import GuardedStepper, Learner, Undo
+from minerva_torchrl.trainers.stepping import (
+    GuardedStepper,
+    Learner,
+    LRScaling,
+    Undo,
+    scale_of_lr,
+)
 
 __all__ = ["VMPOOptimizationStepper", "VMPOTrainer"]
 
@@ -101,13 +107,12 @@ class VMPOOptimizationStepper(GuardedStepper):
         num_policy_steps: int = 1,
         minibatch_size: int | None = None,
         dual_order: Literal["simultaneous", "dual_first"] = "simultaneous",
-        lr_scaling: Literal["1/sqrt(M)", "1/M"] | None = None,
+        lr_scaling: LRScaling | None = None,
         clip: float | None = 1.0,
     ) -> None:
         check_count("num_policy_steps", num_policy_steps)
         check_count("minibatch_size", minibatch_size, optional=True)
         check_choice("dual_order", dual_order, ("simultaneous", "dual_first"))
-        check_choice("lr_scaling", lr_scaling, (None, "1/sqrt(M)", "1/M"))
         if clip is not None:
             check_positive("clip", clip)
         super().__init__(
@@ -124,13 +129,9 @@ class VMPOOptimizationStepper(GuardedStepper):
         self.minibatch_size = minibatch_size
         self.dual_order = dual_order
         self.lr_scaling = lr_scaling
-        self.clip = clip
-
-    @property
-    def lr_scale(self) -> float:
+        self.lr_scale = scale_of_lr(lr_scaling, num_policy_steps)
         """Factor on the learning rates that ``lr_scaling`` stands for."""
-        exponents = {None: 0.0, "1/sqrt(M)": -0.5, "1/M": -1.0}
-        return float(self.num_policy_steps ** exponents[self.lr_scaling])
+        self.clip = clip
 
     def _update(self, learner: Learner, batch: TensorDictBase) -> TensorDict:
         loss: Any = learner.loss_module

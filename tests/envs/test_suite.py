@@ -394,7 +394,7 @@ def test_must_be_reset_before_it_is_stepped() -> None:
 
 def test_actions_must_be_numbers() -> None:
     env = make("cartpole-balance", seed=0)
-    with pytest.raises(ValueError, match="not a number"):
+    with pytest.raises(ValueError, match="not a finite number"):
         env.step(env.reset().set("action", torch.tensor([torch.nan])))
 
 

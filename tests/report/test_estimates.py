@@ -83,9 +83,9 @@ def test_standard_deviation() -> None:
 # Bootstrap ---------------------------------------------------------------------------------------
 
 
-def test_bootstrap_of_two_seeds_is_their_range() -> None:
-    # Both draws are the same seed with probability 1/4 each, far beyond 2.5 %.
-    low, high = bootstrap_interval([3.0, 7.0])
+def test_bootstrap_of_three_seeds_is_their_range() -> None:
+    # All draws are the same seed with probability 1/27 each, which is beyond 2.5 %.
+    low, high = bootstrap_interval([3.0, 4.0, 7.0])
     assert (float(low), float(high)) == (3.0, 7.0)
 
 
@@ -98,7 +98,7 @@ def test_bootstrap_against_all_resamples() -> None:
 
 
 @settings(max_examples=30, deadline=None)
-@given(st.lists(NUMBERS, min_size=2, max_size=8))
+@given(st.lists(NUMBERS, min_size=3, max_size=8))
 def test_bootstrap_contains_the_mean(values: list[float]) -> None:
     low, high = bootstrap_interval(values)
     assert min(values) - 1e-8 <= low <= np.mean(values) + 1e-8
@@ -135,10 +135,11 @@ def test_bootstrap_depends_on_its_seed_only() -> None:
 @pytest.mark.parametrize(
     ("values", "arguments", "message"),
     [
-        ([1.0], {}, r"at least two rows, got the shape \(1,\)"),
-        (5.0, {}, "at least two rows"),
-        ([1.0, 2.0], {"confidence": 1.0}, "confidence must be between 0 and 1, got 1.0"),
-        ([1.0, 2.0], {"resamples": 0}, "resamples must be positive, got 0"),
+        ([1.0], {}, r"at least three rows, got the shape \(1,\)"),
+        (5.0, {}, "at least three rows"),
+        ([1.0, 2.0], {}, r"at least three rows, got the shape \(2,\)"),
+        ([1.0, 2.0, 3.0], {"confidence": 1.0}, "confidence must be between 0 and 1, got 1.0"),
+        ([1.0, 2.0, 3.0], {"resamples": 0}, "resamples must be positive, got 0"),
     ],
 )
 def test_bootstrap_errors(values: object, arguments: dict[str, float], message: str) -> None:
@@ -214,17 +215,18 @@ def test_area_errors(frames: list[int], budget: int, message: str) -> None:
 def test_mean_curve_by_hand() -> None:
     first = ([0, 100, 200, 300], [0.0, 10.0, 20.0, 1000.0])
     second = ([0, 50, 250], [8.0, 8.0, 48.0])
-    curve = mean_curve([first, second])
+    curve = mean_curve([first, second, second])
     assert curve.frames.tolist() == [0, 50, 100, 200, 250]  # not 300: the second ends before
-    assert curve.mean.tolist() == pytest.approx([4, 6.5, 14, 29, 279])
+    assert curve.mean.tolist() == pytest.approx([16 / 3, 7, 46 / 3, 32, 202])
     assert curve.low is not None
     assert curve.high is not None
     assert curve.low.tolist() == pytest.approx([0, 5, 10, 20, 48])
     assert curve.high.tolist() == pytest.approx([8, 8, 18, 38, 510])
 
 
-def test_mean_curve_of_one_seed_has_no_interval() -> None:
-    curve = mean_curve([([0, 10], [1.0, 2.0])])
+@pytest.mark.parametrize("seeds", [1, 2])
+def test_mean_curve_of_few_seeds_has_no_interval(seeds: int) -> None:
+    curve = mean_curve([([0, 10], [1.0, 2.0])] * seeds)
     assert curve.mean.tolist() == [1.0, 2.0]
     assert curve.low is curve.high is None
 

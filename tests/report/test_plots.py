@@ -67,7 +67,7 @@ def test_a_picture(tmp_path: Path) -> None:
 
 
 def test_mean_and_interval(tmp_path: Path, figures: list[Figure]) -> None:
-    write_seeds(tmp_path / "m", [100.0, 200.0])
+    write_seeds(tmp_path / "m", [100.0, 150.0, 200.0])
     write_run(tmp_path / "p", "ppo", straight(80_000, top=40.0), total_frames=80_000)
     groups = groups_in(tmp_path)
     draw_task("walker-walk", groups)
@@ -76,19 +76,24 @@ def test_mean_and_interval(tmp_path: Path, figures: list[Figure]) -> None:
     assert np.asarray(mpo.get_xdata()).tolist() == list(range(0, 100_001, 10_000))
     assert np.asarray(mpo.get_ydata())[-1] == 150.0
     assert np.asarray(ppo.get_xdata())[-1] == 80_000
-    (band,) = axes.collections  # of two seeds, and none of one
+    (band,) = axes.collections  # of three seeds, and none of one
     corners = band.get_paths()[0].vertices
     assert {100.0, 200.0} <= set(np.asarray(corners)[:, 1])
-    assert texts(figures[0]) == ["MPO: 2 seeds", "PPO: 1 seed"]
+    assert texts(figures[0]) == ["MPO: 3 seeds", "PPO: 1 seed"]
     assert legend_of(figures[0]).get_title().get_text() == "mean over seeds and its 95 % interval"
     assert axes.get_title(loc="left") == "walker-walk"
 
 
-def test_one_seed_has_no_band(tmp_path: Path, figures: list[Figure]) -> None:
-    write_seeds(tmp_path, [100.0])
+@pytest.mark.parametrize(
+    ("returns", "label"), [([100.0], "MPO: 1 seed"), ([100.0, 200.0], "MPO: 2 seeds")]
+)
+def test_one_or_two_seeds_have_no_band(
+    returns: list[float], label: str, tmp_path: Path, figures: list[Figure]
+) -> None:
+    write_seeds(tmp_path, returns)
     draw_task("walker-walk", groups_in(tmp_path))
     assert not axes_of(figures[0]).collections
-    assert texts(figures[0]) == ["MPO: 1 seed"]
+    assert texts(figures[0]) == [label]
     assert "interval" not in legend_of(figures[0]).get_title().get_text()
 
 

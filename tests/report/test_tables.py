@@ -64,12 +64,12 @@ def test_overview_of_runs_that_end_at_different_frames(tmp_path: Path) -> None:
 
 
 def test_budget_table_by_hand(tmp_path: Path) -> None:
-    # At 25,000: 25 and 50, between evaluations; at 100,000: 100 and 200.
-    write_seeds(tmp_path, [100.0, 200.0])
+    # At 25,000: 25, 50 and 75, between evaluations; at 100,000: 100, 200 and 300.
+    write_seeds(tmp_path, [100.0, 200.0, 300.0])
     blocks = budget_table(groups_in(tmp_path), budgets=[100_000, 25_000])
     assert table_of(blocks).rows == (
-        ("25,000", "MPO", "2", "37.5 ± 17.7 †", "25.0 to 50.0", "37.5", "18.8"),
-        ("100,000", "MPO", "2", "150.0 ± 70.7", "100.0 to 200.0", "150.0", "75.0"),
+        ("25,000", "MPO", "3", "50.0 ± 25.0 †", "25.0 to 75.0", "50.0", "25.0"),
+        ("100,000", "MPO", "3", "200.0 ± 100.0", "100.0 to 300.0", "200.0", "100.0"),
     )
     assert has_footnote(blocks)
 

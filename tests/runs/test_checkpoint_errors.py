@@ -47,6 +47,7 @@ def rename_part(part: str, file: str) -> Callable[[Path], None]:
     return rename
 
 
+ODD = "/manifest.json: is not what a minerva_torchrl checkpoint has: "
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no manifest": (lambda path: (path / "manifest.json").unlink(), ": has no manifest.json, so"),
     "not JSON": (
@@ -69,13 +70,25 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         lambda path: edit_manifest(path, version=2, parts=None),
         "/manifest.json: has version 2, newer than version 1",
     ),
-    "odd version": (lambda path: edit_manifest(path, version="1"), "/manifest.json: lacks fields"),
-    "odd frames": (lambda path: edit_manifest(path, frames=True), "/manifest.json: lacks fields"),
-    "odd metadata": (lambda path: edit_manifest(path, metadata=1), "/manifest.json: lacks fields"),
-    "odd parts": (lambda path: edit_manifest(path, parts=[]), "/manifest.json: lacks fields"),
+    "odd version": (
+        lambda path: edit_manifest(path, version="1"),
+        ODD,
+    ),
+    "odd frames": (
+        lambda path: edit_manifest(path, frames=True),
+        ODD,
+    ),
+    "odd metadata": (
+        lambda path: edit_manifest(path, metadata=1),
+        ODD,
+    ),
+    "odd parts": (
+        lambda path: edit_manifest(path, parts=[]),
+        ODD,
+    ),
     "odd part": (
         lambda path: edit_manifest(path, parts={"first": {"file": "first.pt"}}),
-        "/manifest.json: lacks fields",
+        ODD,
     ),
     "no part": (lambda path: (path / "second.pt").unlink(), "/second.pt: is missing"),
     "truncated": (
@@ -83,8 +96,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
         "/second.pt: has 700 bytes instead of",
     ),
     "corrupt": (change_byte, "/second.pt: is corrupt"),
-    "outside": (rename_part("../outside", "../outside.pt"), "/manifest.json: the part '../outside"),
-    "file outside": (rename_part("first", "../outside.pt"), "'../outside.pt' is not allowed"),
+    "outside": (rename_part("../outside", "../outside.pt"), "has: the part '../outside' is not"),
+    "file outside": (rename_part("first", "../outside.pt"), "the part 'first' is not allowed"),
 }
 
 
@@ -146,10 +159,10 @@ def test_last_without_its_target(store: CheckpointStore) -> None:
 def test_unreadable_files(store: CheckpointStore, monkeypatch: pytest.MonkeyPatch) -> None:
     path = store.save({"part": 1}, frames=1)
 
-    def fail(self: Path, *_: object, **__: object) -> None:
-        raise PermissionError(errno.EACCES, "Permission denied", str(self))
+    def fail(path: Path, *_: object, **__: object) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
-    monkeypatch.setattr(Path, "open", fail)
+    monkeypatch.setattr(os, "open", fail)
     with pytest.raises(CheckpointError) as error:
         open_checkpoint(path)
     assert_one_line(error, path, ": can't be read (Permission denied)")

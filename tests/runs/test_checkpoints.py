@@ -9,6 +9,7 @@ import shutil
 import tempfile
 import time
 from collections import OrderedDict, namedtuple
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -115,13 +116,38 @@ def test_tensors_lose_what_is_not_data(store: CheckpointStore) -> None:
 
 
 def test_metadata_and_frames(store: CheckpointStore) -> None:
-    metadata = {"score": 1.5, "names": ["ä", None], "nested": {"bad": math.inf}}
+    metadata = {"score": 1.5, "names": ["ä", None], "nested": {"worst": -2.5}}
     store.save({}, frames=0, metadata=metadata)
     path = store.save({"a": 1, "b": 2}, frames=1_234_567_890, metadata=metadata)
     assert path == store.folder / "frames-1234567890"
     checkpoint = open_checkpoint(path)
     assert (checkpoint.path, checkpoint.frames) == (path, 1_234_567_890)
     assert (checkpoint.metadata, checkpoint.parts) == (metadata, ("a", "b"))
+
+
+PACKAGES = ("minerva_torchrl", "torch", "torchrl", "tensordict", "mujoco")
+
+
+def test_other_versions_are_told(store: CheckpointStore) -> None:
+    path = store.save({}, frames=1)
+    assert open_checkpoint(path).other_versions() == []
+    file = path / "manifest.json"
+    manifest = json.loads(file.read_text())
+    manifest["versions"] |= {"torch": "1.0.0", "mujoco": "2.1"}
+    file.write_text(json.dumps(manifest))
+    assert open_checkpoint(path).other_versions() == [
+        f"torch 1.0.0 (now {version('torch')})",
+        f"mujoco 2.1 (now {version('mujoco')})",
+    ]
+    del manifest["versions"]  # as in version 0.1
+    file.write_text(json.dumps(manifest))
+    assert open_checkpoint(path).other_versions() == []
+
+
+def test_metadata_is_finite(store: CheckpointStore) -> None:
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        store.save({}, frames=1, metadata={"score": math.inf})
+    assert not store.folder.exists()
 
 
 def test_what_is_on_disk(store: CheckpointStore) -> None:
@@ -136,6 +162,7 @@ def test_what_is_on_disk(store: CheckpointStore) -> None:
         "frames": 20_000,
         "metadata": {"a": 1},
         "parts": {"net": {"file": "net.pt", "bytes": len(content), "sha256": sha256}},
+        "versions": {name: version(name) for name in PACKAGES},
     }
     assert os.readlink(store.folder / "last") == "frames-000020000"
 

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import shutil
 import subprocess
 import sys
@@ -50,7 +51,9 @@ def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
         assert process.stdout.readline() == "locked\n"
         before = content(tmp_path)
         for use in (open_folder, partial(check_folder, new=False)):
-            with pytest.raises(ConfigError, match=f"run_dir {tmp_path} is in use by another"):
+            with pytest.raises(
+                ConfigError, match=f"run_dir {tmp_path} is in use by process {process.pid}"
+            ):
                 use(tmp_path)
         assert content(tmp_path) == before
     finally:
@@ -65,7 +68,7 @@ def test_a_lock_ends_with_its_process(tmp_path: Path) -> None:
 def test_a_lock_that_is_there_already_is_used(tmp_path: Path) -> None:
     (tmp_path / ".lock").write_text("mine")
     with open_folder(tmp_path):
-        assert (tmp_path / ".lock").read_text() == "mine"
+        assert (tmp_path / ".lock").read_text() == f"{os.getpid()}\n"
     assert load_config(tmp_path).algo == "vmpo"
 
 
@@ -77,7 +80,7 @@ def test_a_link_is_not_followed(there: bool, tmp_path: Path) -> None:
     run_dir.mkdir()
     (run_dir / ".lock").symlink_to(target)
     before = content(tmp_path)
-    with pytest.raises(ConfigError, match=r"run_dir .*run can't be used: its .lock is a link"):
+    with pytest.raises(CheckpointError, match=r"\.lock can't be used: it is a link, and must be"):
         make_run(CONFIG, run_dir).train()
     assert content(tmp_path) == before
 

@@ -209,7 +209,10 @@ def test_help_sweeps_and_errors(shell: Shell) -> None:
 def test_a_folder_in_use(shell: Shell) -> None:
     command = settings("mpo", **{**LONG, "total_frames": 100_000})
     process = shell.train_until("mpo_dmc.py", *command, frames=20)
-    for wrong, message in ((command, "is not empty"), (["resume=run"], "is in use by another")):
+    for wrong, message in (
+        (command, "is not empty"),
+        (["resume=run"], f"is in use by process {process.pid}"),
+    ):
         status, _, errors = shell.run("mpo_dmc.py", *wrong)
         assert status == 2
         assert message in errors

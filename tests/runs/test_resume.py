@@ -223,7 +223,9 @@ def test_wall_time_adds_up(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["mpo", "mpo-retrace"])
 def test_an_empty_buffer_if_none_was_saved(kind: str, tmp_path: Path) -> None:
-    train_and_kill(tmp_path, kind, at=120, checkpoint__replay_buffer=False)
+    # With transitions of one step each frame is stored once.
+    changes = {"checkpoint__replay_buffer": False, "replay_buffer__n_steps": 1}
+    train_and_kill(tmp_path, kind, at=120, **changes)
     checkpoint = open_checkpoint(tmp_path)
     assert "replay" not in checkpoint.parts
     run = make_resumed(tmp_path)

@@ -36,11 +36,15 @@ def last(run_dir: Path) -> Path:
 
 
 def assert_refused(
-    capsys: pytest.CaptureFixture[str], message: str, *arguments: str, script: str = "vmpo_dmc.py"
+    capsys: pytest.CaptureFixture[str],
+    message: str,
+    *arguments: str,
+    script: str = "vmpo_dmc.py",
+    status: int = 1,
 ) -> None:
-    """One line that says what is wrong, and status 2."""
+    """One line that says what is wrong, and a status: 1 for a folder, 2 for the command line."""
     capsys.readouterr()
-    assert run_script(script, *arguments) == 2
+    assert run_script(script, *arguments) == status
     output = capsys.readouterr()
     assert output.out == ""
     assert len(output.err.splitlines()) == 1, output.err
@@ -77,15 +81,18 @@ def test_a_foreign_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
 
 def test_a_run_of_another_algorithm(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = content(run_dir)
-    assert_refused(capsys, "is a run of vmpo, not of mpo", f"resume={run_dir}", script="mpo_dmc.py")
+    message = "is a run of vmpo, not of mpo"
+    assert_refused(capsys, message, f"resume={run_dir}", script="mpo_dmc.py", status=2)
     assert content(run_dir) == before
 
 
 def test_a_setting_that_may_not_change(run_dir: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = content(run_dir)
     message = "loss.epsilon can't change when a run is resumed"
-    assert_refused(capsys, message, f"resume={run_dir}", "loss.epsilon=0.2", "num_threads=1")
-    assert_refused(capsys, "preset can't change", f"resume={run_dir}", "preset=minerva-seed")
+    changes = ("loss.epsilon=0.2", "num_threads=1")
+    assert_refused(capsys, message, f"resume={run_dir}", *changes, status=2)
+    message = "preset can't change"
+    assert_refused(capsys, message, f"resume={run_dir}", "preset=minerva-seed", status=2)
     assert content(run_dir) == before
 
 
@@ -175,7 +182,7 @@ def lose_the_metadata(run_dir: Path) -> None:
         (garble_the_metrics, "is not a table of a run"),
         (keep_the_model_only, "not a checkpoint to resume from: it has no environment, training"),
         (empty_a_part, "training"),
-        (lose_the_metadata, "is not a checkpoint of a run of vmpo"),
+        (lose_the_metadata, "is not a checkpoint of a run of vmpo, but of None"),
     ],
 )
 def test_damaged_runs_are_refused_and_left_alone(

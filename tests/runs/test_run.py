@@ -223,7 +223,7 @@ def test_a_folder_in_use_is_refused(tmp_path: Path) -> None:
 
     def attempt() -> None:
         before = content(tmp_path)
-        with pytest.raises(ConfigError, match="is in use by another process") as caught:
+        with pytest.raises(ConfigError, match="is in use by process") as caught:
             resume(tmp_path, total_frames=150)
         attempts.append(str(caught.value))
         assert content(tmp_path) == before

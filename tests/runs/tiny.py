@@ -51,7 +51,12 @@ SEQUENCES = {
     "replay_buffer.sequence_length": 4,
     "loss.value_estimator": "retrace",
 }
-VMPO = {"env.num_envs": 2, "collector.frames_per_batch": 50, "optim.num_policy_steps": 2}
+VMPO = {
+    "env.num_envs": 2,
+    "collector.frames_per_batch": 50,
+    "optim.num_policy_steps": 2,
+    "optim.minibatch_size": 50,
+}
 PPO = {
     "env.num_envs": 2,
     "collector.frames_per_batch": 50,

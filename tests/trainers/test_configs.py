@@ -30,7 +30,7 @@ from minerva_torchrl import (
     VMPOLoss,
     VMPOTrainer,
 )
-from minerva_torchrl.trainers import configs
+from minerva_torchrl.trainers import SequenceSampler, configs
 from tests.trainers.config_files import LOSS_ALONE, MPO, VMPO, WHOLE_PARTS
 
 Compose = Callable[..., DictConfig]
@@ -90,7 +90,8 @@ class TestMPOTrainer:
         trainer.train()
         assert trainer.collected_frames == 200
         assert trainer._optim_count == 12
-        assert len(trainer.replay_buffer) == 195  # the last five wait for their successors
+        # The last five wait for their successors, the first four are stored as single steps, too.
+        assert len(trainer.replay_buffer) == 199
         assert isinstance(loss.value_estimator, TD0Estimator)
         assert all_changed(before, copies(*parts))
         assert trainer.optimization_stepper.skipped_updates == 0
@@ -434,14 +435,12 @@ class TestOtherNodes:
         assert all(p.is_shared() for p in actor.parameters())
 
     def test_sampler(self, composed: Compose) -> None:
-        config = composed("defaults: [sampler: retrace_slice]", "sampler.slice_len=7")
+        config = composed("defaults: [sampler: sequences]", "sampler.sequence_length=7")
         sampler = instantiate(config.sampler)
-        assert sampler.slice_len == 7
-        assert sampler.traj_key == ("collector", "traj_ids")
-        assert sampler.strict_length
-        assert sampler.cache_values
-        config.sampler.traj_key = "episode"
-        assert instantiate(config.sampler).traj_key == "episode"
+        assert isinstance(sampler, SequenceSampler)
+        assert (sampler.sequence_length, sampler.sequence_steps) == (7, "all")
+        config.sampler.sequence_steps = "first"
+        assert instantiate(config.sampler).sequence_steps == "first"
 
     def test_environment(self, composed: Compose) -> None:
         overrides = ("env.num_envs=3", "env.max_episode_steps=4", "env.observation_norm=true")
@@ -458,7 +457,7 @@ class TestRegistration:
             "loss/mpo",
             "loss/vmpo",
             "model/independent_normal",
-            "sampler/retrace_slice",
+            "sampler/sequences",
             "trainer/mpo",
             "trainer/vmpo",
         }

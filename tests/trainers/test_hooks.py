@@ -148,6 +148,36 @@ class TestMultiStep:
         memory.load_state_dict(save_and_load(fresh))
         assert stored_transitions(store(memory, steps, 16)) == expected_transitions(steps, 3)
 
+    @pytest.mark.parametrize("widths", [(16,), (1, 2, 6, 7), (1,) * 16])
+    @pytest.mark.parametrize("episodes", [(ENDED,), (ENDED, OTHER)], ids=["1 env", "2 envs"])
+    def test_every_next_state(self, episodes: Any, widths: tuple[int, ...]) -> None:
+        """All states but the first of an episode are the next state of a transition."""
+        steps = numbered_steps(*episodes)
+        counts = [[t for n, _ in env for t in range(n)] for env in episodes]
+        steps["step_count"] = torch.tensor(counts).unsqueeze(-1)
+        keys = ["observation", "action", "next"]
+        memory = ReplayMemory(
+            make_buffer(), keys=keys, n_steps=3, gamma=GAMMA, every_next_state=True
+        )
+        content = store(memory, steps, *widths)
+        early = steps.reshape(-1)[steps["step_count"].flatten() < 2]
+        is_single = torch.zeros(len(content), dtype=torch.bool)
+        for step in early.unbind(0):  # stored as it was collected
+            same = (content["observation"] == step["observation"]).all(-1)
+            same &= (content["next", "observation"] == step["next", "observation"]).all(-1)
+            same &= content["steps_to_next_obs"] == 1
+            (place,) = (same & ~is_single).nonzero()[:1]
+            assert_identical(content[place.item()]["next"], step["next"])
+            is_single[place] = True
+        # The others are the usual ones.
+        usual = stored_transitions(content[~is_single])
+        assert usual == expected_transitions(steps, 3)
+        reached = {tuple(row.tolist()) for row in content["next", "observation"]}
+        for k, env in enumerate(episodes):
+            begins = {sum(n for n, _ in env[:i]) for i in range(len(env) + 1)}
+            missing = {t for t in range(14) if (float(k), float(t)) not in reached}
+            assert missing == {t for t in begins if t < 14}
+
     def test_single_steps_have_no_state(self) -> None:
         memory = ReplayMemory(make_buffer())
         memory.extend(numbered_steps(ENDED))

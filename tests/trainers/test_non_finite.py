@@ -319,7 +319,8 @@ class TestFiniteBatches:
         state = save_and_load(trainer.state_dict())
         other = problem.trainer([bad], max_skipped=3, total_frames=100)
         other.load_state_dict(state)
-        assert other.finite_batches.state_dict() == {"skipped_batches": 3, "in_a_row": 2}
+        counts = {"skipped_frames": 0, "skipped_batches": 3, "in_a_row": 2}
+        assert other.finite_batches.state_dict() == counts
         with pytest.raises(NonFiniteError, match="3 collected batches in a row"):
             other.train()
 

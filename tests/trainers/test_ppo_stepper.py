@@ -248,11 +248,24 @@ class TestMetrics:
         recorder, _, metrics = record(target_kl=target_kl)
         last = recorder.outputs[-4:]
         assert {"loss_critic", "loss_entropy", "ESS", "clip_fraction", "entropy"} <= set(last[0])
-        assert set(metrics.keys()) == set(last[0]) | {"kl_k3", "epochs_run"}
+        assert set(metrics.keys()) == {
+            *last[0],
+            "kl_k3",
+            "epochs_run",
+            "rollout_explained_variance",
+        }
         for name in last[0]:
             mean = sum(output[name] for output in last) / 4
             torch.testing.assert_close(metrics[name], mean.reshape(()))
         assert all(value.shape == () and not value.requires_grad for value in metrics.values())
+
+    def test_of_the_rollout(self) -> None:
+        """Both estimates of the divergence without a target, and the values that it began with."""
+        _, rollout, metrics = record()
+        target, value = rollout["value_target"], rollout["state_value"]
+        expected = 1 - (target - value).var(correction=0) / target.var(correction=0)
+        torch.testing.assert_close(metrics["rollout_explained_variance"], expected)
+        assert {"kl_approx", "kl_k3"} <= set(metrics.keys())
 
     def test_not_computed_where_nobody_sees_them(self) -> None:
         recorder, _, _ = record(num_epochs=3)
