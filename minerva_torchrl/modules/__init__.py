@@ -6,7 +6,12 @@ from minerva_torchrl.modules.direct import DirectModule
 from minerva_torchrl.modules.gaussian import StateIndependentScale
 from minerva_torchrl.modules.init import orthogonal_init_
 from minerva_torchrl.modules.memory import keep_freed_memory
-from minerva_torchrl.modules.networks import ControlTorso, GaussianPolicy, StateActionCritic
+from minerva_torchrl.modules.networks import (
+    CholeskyPolicy,
+    ControlTorso,
+    GaussianPolicy,
+    StateActionCritic,
+)
 from minerva_torchrl.modules.popart import (
     PopArtClipPPOLoss,
     PopArtHead,
@@ -16,6 +21,7 @@ from minerva_torchrl.modules.popart import (
 
 __all__ = [
     "ELU",
+    "CholeskyPolicy",
     "ControlTorso",
     "DirectClipPPOLoss",
     "DirectModule",

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from minerva_torchrl.modules.activations import ELU, Tanh
 from minerva_torchrl.objectives.checks import check_count, check_positive
 
-__all__ = ["ControlTorso", "GaussianPolicy", "StateActionCritic"]
+__all__ = ["CholeskyPolicy", "ControlTorso", "GaussianPolicy", "StateActionCritic"]
 
 _ROWS_PER_CHUNK = 2048
 
@@ -105,6 +105,52 @@ class GaussianPolicy(nn.Module):
         return self.loc(features), scale + self.min_scale
 
 
+class CholeskyPolicy(GaussianPolicy):
+    r"""Mean and Cholesky factor of the covariance of a Gaussian over raw actions.
+
+    The diagonal of the factor is :math:`\sigma` of :class:`GaussianPolicy`; what is below is
+    :math:`\sigma_i W_L h`, and near zero at first.
+
+    Args:
+        obs_dim (int): size of the observation.
+        action_dim (int): number of action dimensions ``D``.
+        sizes (sequence of int): sizes of the torso's layers.
+
+    Keyword Args:
+        init_scale (float): initial standard deviation. Defaults to ``0.5``.
+        min_scale (float): the smallest one of the diagonal. Defaults to ``1e-4``.
+
+    Examples:
+        >>> policy = CholeskyPolicy(3, 2, (64, 64))
+        >>> loc, scale_tril = policy(torch.randn(5, 3))
+        >>> loc.shape, scale_tril.shape, scale_tril[0, 0, 1].item()
+        (torch.Size([5, 2]), torch.Size([5, 2, 2]), 0.0)
+    """
+
+    def __init__(
+        self,
+        obs_dim: int,
+        action_dim: int,
+        sizes: Sequence[int],
+        *,
+        init_scale: float = 0.5,
+        min_scale: float = 1e-4,
+    ) -> None:
+        super().__init__(obs_dim, action_dim, sizes, init_scale=init_scale, min_scale=min_scale)
+        self.below = nn.Linear(self.torso.out_features, action_dim * action_dim)
+        nn.init.normal_(self.below.weight, std=1e-2 / math.sqrt(self.torso.out_features))
+        nn.init.zeros_(self.below.bias)
+
+    def forward(self, observation: Tensor) -> tuple[Tensor, Tensor]:
+        """``loc`` ``[*B, D]`` and ``scale_tril`` ``[*B, D, D]``."""
+        features = self.torso(observation)
+        scale = nn.functional.softplus(self.scale(features)) * (self.init_scale / math.log(2))
+        scale = (scale + self.min_scale).unsqueeze(-1)
+        below = self.below(features).unflatten(-1, (scale.shape[-2], -1)).tril(-1)
+        identity = torch.eye(scale.shape[-2], dtype=scale.dtype, device=scale.device)
+        return self.loc(features), scale * (below + identity)
+
+
 class StateActionCritic(nn.Module):
     r"""Action value :math:`Q(s, a)` that works once per state and not once per sampled action.
 
@@ -118,6 +164,9 @@ class StateActionCritic(nn.Module):
         action_dim (int): number of action dimensions ``D``.
         sizes (sequence of int): sizes of the torso's layers.
 
+    Keyword Args:
+        out_features (int): outputs for an action. Defaults to ``1``, the value.
+
     Examples:
         >>> critic = StateActionCritic(3, 2, (64, 64))
         >>> observation, action = torch.randn(5, 3), torch.randn(20, 5, 2)
@@ -125,18 +174,22 @@ class StateActionCritic(nn.Module):
         torch.Size([20, 5, 1])
     """
 
-    def __init__(self, obs_dim: int, action_dim: int, sizes: Sequence[int]) -> None:
+    def __init__(
+        self, obs_dim: int, action_dim: int, sizes: Sequence[int], *, out_features: int = 1
+    ) -> None:
         super().__init__()
         check_count("obs_dim", obs_dim)
         check_count("action_dim", action_dim)
+        check_count("out_features", out_features)
+        self.out_features = out_features
         self.obs_dim = obs_dim
         self.torso = ControlTorso(obs_dim + action_dim, sizes)
-        self.head = nn.Linear(self.torso.out_features, 1)
+        self.head = nn.Linear(self.torso.out_features, out_features)
         nn.init.trunc_normal_(self.head.weight, std=0.01)
         nn.init.zeros_(self.head.bias)
 
     def forward(self, observation: Tensor, action: Tensor) -> Tensor:
-        """Values, ``[*B, 1]``, of actions ``[*B, D]`` at observations ``[*B, obs_dim]``."""
+        """Outputs ``[*B, out_features]`` for observations ``[*B, obs_dim]`` and actions."""
         first = self.torso.first
         state_weight, action_weight = first.weight.split(
             [self.obs_dim, first.in_features - self.obs_dim], dim=1

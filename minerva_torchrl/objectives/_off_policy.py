@@ -220,8 +220,7 @@ class OffPolicyLoss(DualLossModule):
         states = self._state_keys
         in_keys = [*states, keys.action]
         in_keys += [("next", key) for key in (*states, keys.reward, keys.done, keys.terminated)]
-        goals = [goal for goal in self.objectives.values() if goal is not None]
-        in_keys += [("next", goal.reward) for goal in goals if goal.reward is not None]
+        in_keys += [("next", key) for key in self.reward_keys[1:]]
         if self._corrects_off_policy and keys.log_prob in self.value_estimator.in_keys:
             in_keys.append(keys.log_prob)
         self._in_keys = [unravel_key(key) for key in in_keys]
@@ -295,10 +294,16 @@ class OffPolicyLoss(DualLossModule):
         self.policy.check_action(self.tensor_keys.action, action, tensordict.shape)
 
     @property
+    def reward_keys(self) -> list[NestedKey]:
+        """Entries that have rewards, that of the return first."""
+        goals = [goal for goal in self.objectives.values() if goal is not None]
+        own = [goal.reward for goal in goals if goal.reward is not None]
+        return [self.tensor_keys.reward, *own]
+
+    @property
     def _reward_width(self) -> int:
         """Rewards in the entry of the reward: all of them unless they have entries of their own."""
-        own = [goal.reward for goal in self.objectives.values() if goal is not None]
-        return 1 if any(key is not None for key in own) else len(self.objectives)
+        return len(self.objectives) if len(self.reward_keys) == 1 else 1
 
     # Values --------------------------------------------------------------------------------------
 
