@@ -39,7 +39,7 @@ def test_train_resume_and_act(member: str, tmp_path: Path) -> None:
     trust = {"trust": True} if "env.wrappers" in changes else {}
     train(tmp_path / "whole", "mpo", **changes)
     train(tmp_path / "parts", "mpo", **{**changes, "total_frames": 100})
-    resume(tmp_path / "parts", total_frames=200, **trust)
+    resume(tmp_path / "parts", total_frames=200)
     assert_same_parameters(tmp_path / "whole", tmp_path / "parts")
     assert np.isfinite(column(tmp_path / "whole" / "metrics.csv", "loss_qvalue")[-1])
     policy = load_policy(tmp_path / "whole", **trust)
