@@ -54,13 +54,13 @@ class RlaxMPO:
         self.s = floor.s
         self.factor, self.min_scale = floor.policy.factor, floor.policy.min_scale
         clips = (self.s.clip_networks, self.s.clip_networks, self.s.clip_duals)
-        self.optimizers = [_adam(*pair) for pair in zip(floor.optimizers, clips, strict=True)]
-        duals = {name: _array(dual.raw) for name, dual in floor.duals.items()}
-        trained = (_params(floor.critic), _params(floor.policy), duals)
+        self.optimizers = [like_adam(*pair) for pair in zip(floor.optimizers, clips, strict=True)]
+        duals = {name: to_array(dual.raw) for name, dual in floor.duals.items()}
+        trained = (to_params(floor.critic), to_params(floor.policy), duals)
         steps = (opt.init(params) for opt, params in zip(self.optimizers, trained, strict=True))
         self.state = State(*trained, tuple(steps))
-        self.targets = (_params(floor.target_critic), _params(floor.target_policy))
-        self.data = {name: _array(value) for name, value in data.items()}
+        self.targets = (to_params(floor.target_critic), to_params(floor.target_policy))
+        self.data = {name: to_array(value) for name, value in data.items()}
         draws = 1 if self.s.shared_draw else 2
         self.noise_shape = (draws, self.s.num_samples, *data["action"].shape)
         self.key = jax.random.key(0)
@@ -152,13 +152,13 @@ class RlaxMPO:
                 (kl_mean, bound(positive["alpha_mean"], s.epsilon_mean)),
                 (kl_stddev, bound(positive["alpha_stddev"], s.epsilon_stddev)),
             ],
-            projection_operator=_as_it_is,
+            projection_operator=as_it_is,
         )
         if s.penalty:
             cost = -jnp.linalg.norm(action - action.clip(-1, 1), axis=-1)
             penalty = rlax.LagrangePenalty(positive["penalty_temperature"], s.epsilon_penalty)
             loss_penalty, weights, _ = rlax.mpo_compute_weights_and_temperature_loss(
-                cost, penalty, _as_it_is
+                cost, penalty, as_it_is
             )
             loss += loss_penalty - (jax.lax.stop_gradient(weights) * log_prob).sum(0)
         return loss
@@ -194,7 +194,7 @@ def _after_first(params: Params, x: Array) -> Array:
     return x
 
 
-def _as_it_is(dual: Array) -> Array:
+def as_it_is(dual: Array) -> Array:
     """Takes the place of rlax's projection: softplus has made the variable positive."""
     return dual
 
@@ -203,20 +203,20 @@ def _linear(params: Params, name: str, x: Array) -> Array:
     return x @ params[f"{name}.weight"] + params[f"{name}.bias"]
 
 
-def _adam(adam: torch.optim.Adam, clip: float | None) -> optax.GradientTransformation:
+def like_adam(adam: torch.optim.Adam, clip: float | None) -> optax.GradientTransformation:
     group = adam.param_groups[0]
     b1, b2 = group["betas"]
     ours = optax.adam(group["lr"], b1=b1, b2=b2, eps=group["eps"])
     return ours if clip is None else optax.chain(optax.clip_by_global_norm(clip), ours)
 
 
-def _array(tensor: Tensor) -> Array:
+def to_array(tensor: Tensor) -> Array:
     return jnp.array(tensor.detach().numpy())  # a copy: the floor changes its parameters in place
 
 
-def _params(network: nn.Module) -> Params:
+def to_params(network: nn.Module) -> Params:
     """Parameters by name. A matrix maps from its first axis to its second, as JAX has it."""
     return {
-        name: _array(value.T if value.ndim == 2 else value)
+        name: to_array(value.T if value.ndim == 2 else value)
         for name, value in network.named_parameters()
     }

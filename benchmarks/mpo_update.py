@@ -46,6 +46,7 @@ if TYPE_CHECKING:
 
 Config = tuple[int, int, int, tuple[int, ...], int]  # observation, action, batch, layers, samples
 CONFIGS: dict[str, Config] = {
+    "r10": (17, 6, 128, (256, 256), 10),  # what runs use by default
     "c20": (17, 6, 256, (512, 256), 20),
     "c64": (17, 6, 256, (512, 256), 64),
     "h64": (67, 21, 512, (512, 512, 256), 64),
@@ -85,6 +86,7 @@ def make_ours(config: Config, preset_name: str) -> tuple[MPOLoss, MPOOptimizatio
         torch.optim.Adam(loss.qvalue_network_params.parameters(), lr=lr_critic, **adam),
         torch.optim.Adam(loss.actor_network_params.parameters(), lr=lr_actor, **adam),
         torch.optim.Adam(loss.dual_parameters(), lr=lr_dual, **adam),
+        metrics_interval=25,  # as runs do: once for every batch of frames
         **preset.stepper,
     )
     return loss, stepper

@@ -7,13 +7,18 @@
 advantages; each is compared with a floor that does the same mathematics. Both presets take the same
 number of policy steps here. `minerva-seed` measures divergences over the selected samples only and
 steps the multipliers before the policy.
+
+`rlax[...]` are the floors' updates in JAX, if `jax`, `rlax` and `optax` are installed. With
+`--threads 1` JAX works in one thread as well.
 """
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from tensordict import TensorDict
@@ -25,11 +30,15 @@ from torchrl.modules import MLP, IndependentNormal, ProbabilisticActor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from _harness import check_same_parameters, make_parser, measure, report, start, without_prefix
+from mpo_update import prepare_jax
 from vmpo_floor import FloorSettings, TanhPolicy, VMPOFloor, tanh_network
 
 from minerva_torchrl import VMPOLoss, VMPOOptimizationStepper
 from minerva_torchrl.modules import DirectModule, StateIndependentScale, Tanh, orthogonal_init_
 from minerva_torchrl.presets import vmpo_preset
+
+if TYPE_CHECKING:
+    from vmpo_jax import RlaxVMPO
 
 RATES = (3e-4, 1e-2)  # networks, duals
 
@@ -141,6 +150,27 @@ def check_agreement(
         assert torch.allclose(ours, value, rtol=1e-4), f"{name}: {ours} is not {value}"
 
 
+def make_rlax(floor: VMPOFloor, plain: dict[str, torch.Tensor]) -> RlaxVMPO | None:
+    """The floor's update in JAX, or nothing without the packages that it needs."""
+    if not all(importlib.util.find_spec(name) for name in ("jax", "rlax", "optax")):
+        return None
+    from vmpo_jax import RlaxVMPO
+
+    return RlaxVMPO(floor, plain)
+
+
+def check_rlax(peer: RlaxVMPO, floor: VMPOFloor, plain: dict[str, torch.Tensor]) -> None:
+    """Both take two updates, which must lead to the same parameters."""
+    for _ in range(2):
+        floor.update(plain)
+        peer.update()
+    for name, network in (("policy", floor.policy), ("critic", floor.critic)):
+        check_same_parameters(peer.tensors(name), dict(network.named_parameters()), lr=RATES[0])
+    for name, raw in peer.tensors("duals").items():
+        theirs, ours = (nn.functional.softplus(x) + 1e-8 for x in (raw, floor.raws[name]))
+        assert torch.allclose(theirs, ours, rtol=1e-4), f"{name}: {theirs} is not {ours}"
+
+
 def flat(data: TensorDict) -> dict[str, torch.Tensor]:
     names = ("observation", "action", "loc", "scale", "value_target")
     return {name: data[name] for name in names} | {"advantage": data["advantage"].squeeze(-1)}
@@ -150,6 +180,7 @@ def main() -> None:
     parser = make_parser(__doc__, rounds=5)
     parser.add_argument("--config", choices=tuple(CONFIGS), default="cheetah")
     args = start(parser)
+    prepare_jax(args.threads)
     cases, floors = {}, {}
     for preset, floor_name in (("default", "floor"), ("minerva-seed", "floor[minerva-seed]")):
         loss, stepper = make_ours(CONFIGS[args.config], preset)
@@ -161,6 +192,12 @@ def main() -> None:
         cases[name] = lambda loss=loss, stepper=stepper, data=data: stepper.update(loss, data)
         cases[floor_name] = lambda floor=floor, plain=plain: floor.update(plain)
         floors |= {name: floor_name, floor_name: floor_name}
+        reference = make_floor(loss, stepper, preset)
+        peer = make_rlax(reference, plain)
+        if peer is not None:
+            check_rlax(peer, reference, plain)
+            cases[f"rlax[{preset}]"] = peer.update
+            floors[f"rlax[{preset}]"] = floor_name
     results = measure(cases, rounds=args.rounds, clock=args.clock, warmup=1)
     report(results, config=f"V-MPO {args.config}", as_json=args.json, floors=floors)
 

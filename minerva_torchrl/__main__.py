@@ -62,7 +62,7 @@ def _train(arguments: list[str]) -> int:
 
 
 def _evaluate(arguments: list[str]) -> int:
-    from minerva_torchrl.runs.cli import evaluate_main
+    from minerva_torchrl.runs.start import evaluate_main
 
     evaluate_main(arguments, prog=f"{_PROGRAM} evaluate")
     return 0

@@ -21,6 +21,7 @@ import mpo_update
 import ppo_iteration
 import quick
 import replay
+import sb3
 import vmpo_update
 from mpo_floor import MPOFloor
 
@@ -235,6 +236,38 @@ def test_vmpo_agrees_with_its_floor(preset: str) -> None:
     assert all((old != new).any() for old, new in pairs)  # everything was trained
 
 
+def make_rlax_vmpo(
+    preset: str,
+) -> tuple[vmpo_update.RlaxVMPO, vmpo_update.VMPOFloor, dict[str, torch.Tensor]]:
+    """A pair in which every part of an update leaves its mark on the parameters."""
+    pytest.importorskip("rlax")
+    pytest.importorskip("optax")
+    loss, stepper = vmpo_update.make_ours(TINY_VMPO, preset)
+    floor = vmpo_update.make_floor(loss, stepper, preset)
+    for optimizer in (floor.optimizer_alpha, floor.optimizer_temperature):
+        optimizer.param_groups[0]["lr"] = 0.3
+    plain = vmpo_update.flat(vmpo_update.make_data(TINY_VMPO, loss.actor_network))
+    return vmpo_update.make_rlax(floor, plain), floor, plain
+
+
+@behind
+@pytest.mark.parametrize("preset", ["default", "minerva-seed"])
+def test_rlax_agrees_with_the_floor_of_vmpo(preset: str) -> None:
+    peer, floor, plain = make_rlax_vmpo(preset)
+    before = {part: peer.tensors(part) for part in ("policy", "critic", "duals")}
+    vmpo_update.check_rlax(peer, floor, plain)
+    for part, old in before.items():
+        new = peer.tensors(part)
+        assert all((new[name] != old[name]).any() for name in old)
+
+
+@behind
+def test_rlax_check_notices_another_rollout_of_vmpo() -> None:
+    peer, floor, plain = make_rlax_vmpo("default")
+    with pytest.raises(AssertionError, match="differs from the floor"):
+        vmpo_update.check_rlax(peer, floor, {**plain, "loc": plain["loc"] + 0.1})
+
+
 def test_vmpo_check_notices_another_batch() -> None:
     loss, stepper = vmpo_update.make_ours(TINY_VMPO, "default")
     floor = vmpo_update.make_floor(loss, stepper, "default")
@@ -399,6 +432,40 @@ def test_compiles_the_critic_if_asked_to(monkeypatch: pytest.MonkeyPatch) -> Non
     assert compiled == []
     mpo_update.make_cases(TINY_MPO, compiled=True)
     assert compiled == ["StateActionCritic"] * 2
+
+
+TINY_PEERS = sb3.Config(
+    name="InvertedPendulum-v5",
+    layers=(8,),
+    envs=2,
+    rollout=64,
+    epochs=2,
+    minibatch=16,
+    batch=8,
+    frames=50,
+    warmup=50,
+)
+
+
+@pytest.mark.parametrize(("algo", "updates"), [("ppo", 8), ("mpo", 25)])
+def test_training_of_ours_for_peers(algo: str, updates: int) -> None:
+    ours = sb3.Ours(TINY_PEERS, algo)
+    ours.train()
+    frames, before = ours.frames, ours.updates
+    ours.train()
+    assert ours.frames - frames == (64 if algo == "ppo" else 50)
+    assert ours.updates - before == updates
+
+
+@pytest.mark.parametrize("algo", ["ppo", "mpo"])
+def test_peers_take_as_many_updates(algo: str) -> None:
+    pytest.importorskip("stable_baselines3")
+    cases, peers = sb3.make_cases(TINY_PEERS, algo)
+    peer = {"ppo": "stable-baselines3[PPO]", "mpo": "stable-baselines3[SAC]"}[algo]
+    assert peers == dict.fromkeys(cases, peer)
+    other = sb3.Theirs(replace(TINY_PEERS, minibatch=32, frames=70), algo)
+    with pytest.raises(AssertionError, match="frames and updates are"):
+        sb3.check_same_work(sb3.Ours(TINY_PEERS, algo), other)
 
 
 # Growth and the quick set ------------------------------------------------------------------------

@@ -3,24 +3,42 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from inspect import cleandoc
-from typing import Any, ClassVar, Generic, TypeVar
+from typing import Any, ClassVar, Generic, Literal, TypeVar
 
 import torch
 from tensordict.nn import ProbabilisticTensorDictSequential
-from torch import nn
+from torch import Tensor, nn
+from torch.optim import Optimizer
 from torchrl.data import TensorDictReplayBuffer, TensorSpec
 from torchrl.envs import EnvBase
-from torchrl.modules import IndependentNormal, ProbabilisticActor
+from torchrl.modules import IndependentNormal, ProbabilisticActor, TanhNormal
 from torchrl.objectives.common import LossModule
 from torchrl.trainers import Trainer
 
-from minerva_torchrl.algorithms.config import RunConfig
-from minerva_torchrl.modules import DirectModule
+from minerva_torchrl.algorithms.config import NetworkConfig, OptimConfig, RunConfig
+from minerva_torchrl.modules import (
+    DirectModule,
+    GaussianPolicy,
+    StateIndependentScale,
+    TanhInterval,
+    initialize_,
+)
+from minerva_torchrl.modules.networks import torso_layers
+from minerva_torchrl.objectives.specs import action_bounds
 
-__all__ = ["Algorithm", "Preset", "adam", "gaussian_actor", "single_specs"]
+__all__ = [
+    "Algorithm",
+    "Preset",
+    "gaussian_actor",
+    "gaussian_policy",
+    "make_optimizer",
+    "mlp",
+    "single_specs",
+    "torso_settings",
+]
 
 Config = TypeVar("Config", bound=RunConfig)
 
@@ -35,14 +53,14 @@ class Preset:
     """Of the optimisation stepper."""
     adam: dict[str, Any] = field(default_factory=dict)
     """Of every ``torch.optim.Adam``."""
-    run: dict[str, dict[str, Any]] = field(default_factory=dict)
-    """Settings of a training run beyond these, by section."""
+    run: dict[str, Any] = field(default_factory=dict)
+    """Settings of a training run beyond these, with sections as dictionaries."""
     description: str = ""
     """What it is, in words."""
 
-    def settings(self) -> dict[str, dict[str, Any]]:
-        """All of it as settings of a training run, by section."""
-        sections = {name: dict(section) for name, section in self.run.items()}
+    def settings(self) -> dict[str, Any]:
+        """All of it as settings of a training run, with sections as dictionaries."""
+        sections = dict(self.run)
         sections["loss"] = {**sections.get("loss", {}), **self.loss}
         adam = {f"adam_{name}": value for name, value in self.adam.items()}
         sections["optim"] = {**sections.get("optim", {}), **self.stepper, **adam}
@@ -119,28 +137,129 @@ def single_specs(env: EnvBase) -> tuple[int, TensorSpec]:
     return env.observation_spec["observation"].shape[-1], spec
 
 
-def gaussian_actor(policy: nn.Module, action_spec: TensorSpec) -> ProbabilisticActor:
-    """A Gaussian policy without tanh.
+def torso_settings(network: NetworkConfig) -> dict[str, Any]:
+    """Those arguments that all networks have."""
+    names = ("activation", "layer_norm", "initializer")
+    return {name: getattr(network, name) for name in names}
+
+
+def mlp(
+    obs_dim: int,
+    sizes: Sequence[int],
+    out_features: int,
+    part: Literal["loc", "value"],
+    network: NetworkConfig,
+    *,
+    torso: nn.Module | None = None,
+) -> nn.Sequential:
+    """Hidden layers and a linear head for observations, as settings want them.
+
+    Args:
+        obs_dim (int): size of an observation.
+        sizes (sequence of int): sizes of the hidden layers.
+        out_features (int): size of the output.
+        part (str): what the head is for, see :func:`~minerva_torchrl.modules.initialize_`.
+        network (NetworkConfig): the settings.
+
+    Keyword Args:
+        torso (nn.Module, optional): hidden layers of another network to share.
+    """
+    if torso is None:
+        activation, layer_norm = network.activation, network.layer_norm
+        layers = torso_layers(obs_dim, sizes, activation=activation, layer_norm=layer_norm)
+    else:
+        layers = [torso]
+    stacked = nn.Sequential(*layers, nn.Linear(sizes[-1], out_features))
+    if torso is None:
+        initialize_(stacked[:-1], "hidden", network.initializer)
+    initialize_(stacked[-1], part, network.initializer)
+    return stacked
+
+
+def gaussian_policy(obs_dim: int, action_spec: TensorSpec, network: NetworkConfig) -> nn.Module:
+    """Mean and standard deviation of a policy, as settings want them.
+
+    Args:
+        obs_dim (int): size of an observation.
+        action_spec (TensorSpec): of a single action.
+        network (NetworkConfig): the settings.
+    """
+    action_dim, bound = action_spec.shape[-1], None
+    if network.tanh_mean:
+        bound = TanhInterval(*_bounds("network.tanh_mean=true", action_spec))
+    scales = {name: getattr(network, name) for name in ("init_scale", "min_scale", "max_scale")}
+    if network.scale != "free":
+        return GaussianPolicy(
+            obs_dim,
+            action_dim,
+            network.actor_sizes,
+            **scales,
+            scale_function=network.scale,
+            loc_activation=bound,
+            **torso_settings(network),
+        )
+    mean = mlp(obs_dim, network.actor_sizes, action_dim, "loc", network)
+    mean = mean if bound is None else mean.append(bound)
+    return StateIndependentScale(mean, action_dim, **scales)
+
+
+def gaussian_actor(
+    policy: nn.Module,
+    action_spec: TensorSpec,
+    family: Literal["gaussian", "tanh_gaussian"] = "gaussian",
+) -> ProbabilisticActor:
+    """A Gaussian policy, with or without tanh.
 
     Args:
         policy (nn.Module): returns mean and standard deviation for observations.
         action_spec (TensorSpec): of a single action.
+        family (str): ``"gaussian"`` (default) or ``"tanh_gaussian"``.
     """
+    distribution: dict[str, Any] = {"distribution_class": IndependentNormal}
+    if family == "tanh_gaussian":
+        low, high = _bounds("network.policy=tanh_gaussian", action_spec)
+        distribution = {
+            "distribution_class": TanhNormal,
+            "distribution_kwargs": {"low": low, "high": high, "tanh_loc": False},
+        }
     return ProbabilisticActor(
         DirectModule(policy, in_keys=["observation"], out_keys=["loc", "scale"]),
         in_keys=["loc", "scale"],
         spec=action_spec,
-        distribution_class=IndependentNormal,
         return_log_prob=True,
+        **distribution,
     )
 
 
-def adam(parameters: Any, lr: float, eps: float) -> torch.optim.Adam:
-    """Adam with one kernel for all parameters.
+def _bounds(name: str, action_spec: TensorSpec) -> tuple[Tensor, Tensor]:
+    bounds = action_bounds(action_spec)
+    if bounds is None:
+        raise ValueError(f"{name} needs an action with bounds, got {type(action_spec).__name__}.")
+    return bounds
+
+
+def make_optimizer(groups: Mapping[str, Any], optim: OptimConfig, *, eps: float) -> Optimizer:
+    """The optimiser that settings want, with one kernel for all parameters.
 
     Args:
-        parameters (iterable): parameters or groups of them.
-        lr (float): learning rate of groups without one.
-        eps (float): the constant in the denominator.
+        groups (mapping): parameters and their learning rate, by the name of the rate without
+            ``lr_``. The parameters that two groups share belong to the first one.
+        optim (OptimConfig): the settings.
+
+    Keyword Args:
+        eps (float): the constant in Adam's denominator.
     """
-    return torch.optim.Adam(parameters, lr=lr, eps=eps, fused=True)
+    seen: set[Tensor] = set()
+    parts = []
+    for name, (parameters, lr) in groups.items():
+        own = [parameter for parameter in parameters if parameter not in seen]
+        seen.update(own)
+        parts.append({"params": own, "lr": lr, "name": name})
+    if optim.optimizer == "adam":
+        return torch.optim.Adam(parts, eps=eps, fused=True)
+    sgd = torch.optim.SGD(parts, momentum=optim.momentum, fused=True)
+    if optim.momentum:
+        # What the first step starts from anyway; PyTorch leaves it undefined if that is left out.
+        for parameter in seen:
+            sgd.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+    return sgd

@@ -5,6 +5,7 @@ What an algorithm adds, or does differently, is in its own file.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, is_dataclass
 from inspect import Parameter, signature
@@ -12,6 +13,8 @@ from itertools import pairwise
 from math import inf
 from typing import Any, Literal, TypeVar
 
+from minerva_torchrl.modules.init import Initializer
+from minerva_torchrl.modules.networks import Activation
 from minerva_torchrl.objectives.duals import DualVariable
 
 __all__ = [
@@ -95,6 +98,9 @@ class EnvConfig:
     wrappers: tuple[str, ...] = ()
     """``module:name`` of Gymnasium wrappers, and then of TorchRL transforms, the innermost first.
     """
+    observation_norm: bool = False
+    """Shift and scale observations by running statistics. A replay buffer keeps what they were when
+    they were collected."""
 
     def __post_init__(self) -> None:
         if self.factory is not None and self.name == EnvConfig.name:
@@ -117,6 +123,25 @@ class NetworkConfig:
     """Units of the policy's hidden layers."""
     critic_sizes: tuple[int, ...] = (256, 256)
     """Units of the critic's hidden layers."""
+    activation: Activation = "elu"
+    """Activation of the hidden layers."""
+    layer_norm: bool = True
+    """LayerNorm and tanh after the first layer, in place of its activation."""
+    initializer: Initializer = "small_heads"
+    """How hidden layers and heads start, see :func:`~minerva_torchrl.modules.initialize_`."""
+    policy: Literal["gaussian", "tanh_gaussian"] = "gaussian"
+    """Family of the policy for continuous actions. With a tanh, samples stay within the bounds."""
+    tanh_mean: bool = False
+    """Keep the mean of a Gaussian within the bounds of the action by a tanh."""
+    scale: Literal["softplus", "exp", "free"] = "softplus"
+    """Standard deviation of a Gaussian: a function of a layer's output, or free parameters, the
+    same in every state."""
+    init_scale: float = 0.5
+    """Initial standard deviation, for heads that start small."""
+    min_scale: float = 1e-4
+    """Smallest standard deviation."""
+    max_scale: float | None = None
+    """Largest one."""
     factory: str | None = None
     """``module:name`` of a function that makes networks of your own: called with the environment
     and all settings, it returns the policy, and the critic or a list of critics."""
@@ -136,13 +161,21 @@ class LossConfig:
 class OptimConfig:
     """The optimisers. Learning rates have names that begin with ``lr``."""
 
+    optimizer: Literal["adam", "sgd"] = "adam"
+    """All of them."""
+    momentum: float = 0.9
+    """That of SGD."""
+    adam_eps: float = 1e-5
+    """Adam's constant in the denominator."""
+
 
 @dataclass(frozen=True)
 class EvalConfig:
     """Evaluation of the deterministic policy, in environments of its own."""
 
-    interval: int = 5_000
-    """Frames between two evaluations; there is one at the end in any case."""
+    interval: int | float = 5_000
+    """Frames between two evaluations, or, below one, which share of ``total_frames``; there is one
+    at the end in any case."""
     episodes: int = 5
     """Episodes, run side by side. They begin the same way at every evaluation."""
     seed: int | None = None
@@ -173,6 +206,8 @@ class LoggerConfig:
     """``csv`` is those two files only; the others go through TorchRL's loggers."""
     interval: int = 1_000
     """Frames between two rows of metrics."""
+    param_delta: bool = False
+    """A metric of how far updates move the parameters of the policy, which has its price."""
     project: str = "minerva_torchrl"
     """Project of wandb."""
     mode: Literal["online", "offline"] = "online"
@@ -181,15 +216,14 @@ class LoggerConfig:
 
 @dataclass(frozen=True)
 class CompileConfig:
-    """``torch.compile``, which takes up to a minute at first.
+    """``torch.compile``, which takes up to a minute at first."""
 
-    Small networks on a CPU gain nothing from it.
-    """
-
-    enabled: bool = False
-    """Compile the networks' heavy parts."""
+    enabled: bool | Literal["auto"] = "auto"
+    """Compile the losses and gradients of an update; ``auto`` does where a run is long enough for
+    it to pay and where there is a C++ compiler, and is stored as what it came to."""
     mode: Literal["default", "reduce-overhead", "max-autotune"] = "default"
-    """Mode of ``torch.compile``."""
+    """Mode of ``torch.compile``. ``max-autotune`` picks kernels by their speed, so that a run that
+    is resumed need not be the same to the last bit."""
 
 
 # All of them -------------------------------------------------------------------------------------
@@ -217,6 +251,8 @@ class RunConfig:
     """Import the code that the settings of the run to go on with name."""
     num_threads: int = 1
     """Threads of torch: small networks are fastest with one."""
+    deterministic: bool = False
+    """Use only those algorithms of cuDNN that give the same numbers every time."""
     max_skipped: int = 10
     """Steps of an environment, batches or updates in a row that may not be finite before the run is
     given up."""
@@ -234,6 +270,24 @@ class RunConfig:
     loss: LossConfig = field(default_factory=LossConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
 
+    @property
+    def num_batches(self) -> int:
+        """Batches that the run collects."""
+        per_batch = self.collector.frames_per_batch * self.env.frame_skip
+        return math.ceil(self.total_frames / per_batch)
+
+    @property
+    def compilable_steps(self) -> int:
+        """Gradient steps of the run that ``compile`` applies to."""
+        return 0
+
+    @property
+    def frames_per_evaluation(self) -> int:
+        """Frames between two evaluations."""
+        interval = self.eval.interval
+        share = interval * self.total_frames + 1e-6  # 1/150 of 300 are 2, whatever the rounding
+        return max(1, int(share if interval < 1 else interval))
+
     def problems(self) -> Iterator[str]:
         """What is impossible about these settings, one line each."""
         yield from not_positive(self, "total_frames", "num_threads", "max_skipped")
@@ -243,7 +297,8 @@ class RunConfig:
         yield from not_positive(self, "checkpoint.interval", "checkpoint.keep")
         rates = _names(self, "optim", "lr", "adam_eps")
         bounds = _names(self, "loss", "epsilon", "clip_value", "critic_coeff")
-        yield from not_positive(self, *rates, *bounds, *_names(self, "network", "init_scale"))
+        scales = _names(self, "network", "init_scale", "min_scale", "max_scale")
+        yield from not_positive(self, *rates, *bounds, *scales)
         yield from not_positive(self, *_names(self, "loss", "num_"))
         duals = _names(self, "loss", "init_")
         yield from out_of_range(self, 1e6, *duals, least=_SMALLEST_DUAL)
@@ -251,7 +306,7 @@ class RunConfig:
             self, *_names(self, "optim", "num_", "clip", "target_", "minibatch")
         )
         yield from out_of_range(self, 10.0, *rates)
-        yield from out_of_range(self, 1e6, *bounds, *_names(self, "network", "init_scale"))
+        yield from out_of_range(self, 1e6, *bounds, *scales)
         yield from out_of_range(self, 1_000, "env.frame_skip")
         yield from out_of_range(self, 2**63 - 1, *_integers(self))
         for name in ("run_dir", "resume"):
@@ -270,6 +325,11 @@ class RunConfig:
                     f"network.{name} must have at least one layer, of at least one unit; "
                     f"got {list(sizes)}."
                 )
+        if self.compile.enabled is True and self.compilable_steps == 0:
+            yield "compile.enabled=true is for updates taken as a whole, which these are not."
+        yield from self._problems_with_scale()
+        if not 0 <= self.optim.momentum < 1:
+            yield f"optim.momentum must be at least 0 and below 1, got {self.optim.momentum}."
         if self.env.num_workers < 0:
             yield f"env.num_workers must not be negative, got {self.env.num_workers}."
         elif self.env.num_workers > 1 and self.env.num_envs % self.env.num_workers:
@@ -281,6 +341,20 @@ class RunConfig:
             yield (
                 "collector.frames_per_batch must be a multiple of env.num_envs, got "
                 f"{self.collector.frames_per_batch} and {self.env.num_envs}."
+            )
+
+    def _problems_with_scale(self) -> Iterator[str]:
+        network = self.network
+        largest = inf if network.max_scale is None else network.max_scale
+        if network.init_scale > 0 and not network.min_scale <= network.init_scale <= largest:
+            yield (
+                "network.init_scale must lie between network.min_scale and network.max_scale, got "
+                f"{network.init_scale}, {network.min_scale} and {network.max_scale}."
+            )
+        if network.tanh_mean and network.policy == "tanh_gaussian":
+            yield (
+                "network.tanh_mean=true is for network.policy=gaussian: the samples of "
+                "tanh_gaussian have a tanh already."
             )
 
     def problems_with_episodes(self, steps: int | None) -> Iterator[str]:

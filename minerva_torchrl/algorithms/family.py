@@ -6,16 +6,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from torch import distributions as D
-from torch import nn
 from torchrl.data import OneHot, TensorSpec
 from torchrl.modules import OneHotCategorical, ProbabilisticActor
 
-from minerva_torchrl.algorithms.common import gaussian_actor
+from minerva_torchrl.algorithms.common import (
+    gaussian_actor,
+    gaussian_policy,
+    mlp,
+    torso_settings,
+)
+from minerva_torchrl.algorithms.config import NetworkConfig
 from minerva_torchrl.modules import (
     CholeskyPolicy,
-    ControlTorso,
     DirectModule,
-    GaussianPolicy,
     StateActionCritic,
 )
 from minerva_torchrl.objectives.critics import (
@@ -75,44 +78,53 @@ def objectives_from(settings: Mapping[str, Any]) -> dict[str, Objective | CostLi
     return resolve_objectives(goals)
 
 
-def make_policy(kind: str, obs_dim: int, action_spec: TensorSpec, sizes: Any) -> ProbabilisticActor:
-    """The policy of a run.
+def make_policy(obs_dim: int, action_spec: TensorSpec, network: Any) -> ProbabilisticActor:
+    """The policy of a run: categorical for discrete actions, else what the settings say.
 
     Args:
-        kind (str): ``network.policy``.
         obs_dim (int): size of an observation.
         action_spec (TensorSpec): of a single action.
-        sizes (MPONetworkConfig): the settings of the networks.
+        network (NetworkConfig): the settings of the networks.
     """
-    discrete = isinstance(action_spec, OneHot)
-    if kind != "auto" and (kind == "categorical") != discrete:
-        actions = "discrete" if discrete else "continuous"
-        raise ValueError(f"network.policy={kind} does not fit a task whose actions are {actions}.")
     action_dim = action_spec.shape[-1]
-    if discrete:
-        network = nn.Sequential(torso := ControlTorso(obs_dim, sizes.actor_sizes))
-        network.append(_small(nn.Linear(torso.out_features, action_dim)))
+    if isinstance(action_spec, OneHot):
+        if network.policy != "gaussian":  # the default
+            raise ValueError(
+                f"network.policy={network.policy} does not fit a task whose actions are discrete."
+            )
+        logits = mlp(obs_dim, network.actor_sizes, action_dim, "loc", network)
         return ProbabilisticActor(
-            DirectModule(network, in_keys=["observation"], out_keys=["logits"]),
+            DirectModule(logits, in_keys=["observation"], out_keys=["logits"]),
             in_keys=["logits"],
             spec=action_spec,
             distribution_class=OneHotCategorical,
             return_log_prob=True,
         )
-    if kind == "full_covariance":
-        return ProbabilisticActor(
-            DirectModule(
-                CholeskyPolicy(obs_dim, action_dim, sizes.actor_sizes, init_scale=sizes.init_scale),
-                in_keys=["observation"],
-                out_keys=["loc", "scale_tril"],
-            ),
-            in_keys=["loc", "scale_tril"],
-            spec=action_spec,
-            distribution_class=FullNormal,
-            return_log_prob=True,
+    if network.policy != "full_covariance":
+        policy = gaussian_policy(obs_dim, action_spec, network)
+        return gaussian_actor(policy, action_spec, network.policy)
+    if network.scale == "free" or network.tanh_mean:
+        raise ValueError(
+            "network.policy=full_covariance needs network.scale other than free and "
+            f"network.tanh_mean=false, got {network.scale} and {network.tanh_mean}."
         )
-    policy = GaussianPolicy(obs_dim, action_dim, sizes.actor_sizes, init_scale=sizes.init_scale)
-    return gaussian_actor(policy, action_spec)
+    cholesky = CholeskyPolicy(
+        obs_dim,
+        action_dim,
+        network.actor_sizes,
+        init_scale=network.init_scale,
+        min_scale=network.min_scale,
+        max_scale=network.max_scale,
+        scale_function=network.scale,
+        **torso_settings(network),
+    )
+    return ProbabilisticActor(
+        DirectModule(cholesky, in_keys=["observation"], out_keys=["loc", "scale_tril"]),
+        in_keys=["loc", "scale_tril"],
+        spec=action_spec,
+        distribution_class=FullNormal,
+        return_log_prob=True,
+    )
 
 
 class FullNormal(D.MultivariateNormal):
@@ -128,30 +140,24 @@ class FullNormal(D.MultivariateNormal):
 
 
 def make_action_critic(
-    obs_dim: int, action_spec: TensorSpec, sizes: tuple[int, ...], outputs: int
+    obs_dim: int, action_spec: TensorSpec, network: NetworkConfig, outputs: int
 ) -> DirectModule:
     """A critic of observations and actions, or of all discrete actions at once.
 
     Args:
         obs_dim (int): size of an observation.
         action_spec (TensorSpec): of a single action.
-        sizes (tuple of int): units of the hidden layers.
+        network (NetworkConfig): the settings of the networks.
         outputs (int): outputs for one action.
     """
-    action_dim = action_spec.shape[-1]
+    action_dim, sizes = action_spec.shape[-1], network.critic_sizes
     if isinstance(action_spec, OneHot):
-        network = nn.Sequential(torso := ControlTorso(obs_dim, sizes))
-        network.append(_small(nn.Linear(torso.out_features, action_dim * outputs)))
-        return DirectModule(network, in_keys=["observation"], out_keys=["action_value"])
+        values = mlp(obs_dim, sizes, action_dim * outputs, "value", network)
+        return DirectModule(values, in_keys=["observation"], out_keys=["action_value"])
     return DirectModule(
-        StateActionCritic(obs_dim, action_dim, sizes, out_features=outputs),
+        StateActionCritic(
+            obs_dim, action_dim, sizes, out_features=outputs, **torso_settings(network)
+        ),
         in_keys=["observation", "action"],
         out_keys=["state_action_value"],
     )
-
-
-def _small(layer: nn.Linear) -> nn.Linear:
-    """A last layer whose outputs are near zero at first."""
-    nn.init.trunc_normal_(layer.weight, std=0.01)
-    nn.init.zeros_(layer.bias)
-    return layer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -14,7 +15,7 @@ from torchrl.objectives import ValueEstimators
 from minerva_torchrl.algorithms.common import (
     Algorithm,
     Preset,
-    adam,
+    make_optimizer,
     single_specs,
 )
 from minerva_torchrl.algorithms.config import (
@@ -41,6 +42,7 @@ from minerva_torchrl.trainers import (
     SequenceSampler,
     make_target_updater,
 )
+from minerva_torchrl.trainers.stepping import LRScaling
 
 __all__ = ["MPO", "MPOConfig"]
 
@@ -68,18 +70,19 @@ class ReplayBufferConfig:
 class MPONetworkConfig(NetworkConfig):
     """Networks with a LayerNorm-tanh first layer and ELU above."""
 
-    policy: Literal["auto", "gaussian", "full_covariance", "categorical"] = "auto"
-    """``auto`` is ``categorical`` for discrete actions, else ``gaussian`` (diagonal)."""
+    policy: Literal["gaussian", "tanh_gaussian", "full_covariance"] = "gaussian"  # type: ignore[assignment]
+    """Distribution of continuous actions. Those of discrete tasks are categorical."""
     critic: Literal[
         "scalar", "categorical", "two_hot", "hl_gauss", "quantile", "gaussian_mixture"
     ] = "scalar"
     """What the critics predict: the value, probabilities of bins, or a distribution of returns."""
     critic_kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments of that critic, as in ``network.critic_kwargs.v_max=100``."""
+    init_scale: float = 0.5
+    """Initial standard deviation, for heads that start small. ``loss.epsilon_stddev`` lets it
+    change slowly."""
     num_critics: int = 1
     """Critics in the ensemble."""
-    init_scale: float = 0.5
-    """Initial standard deviation of the policy. ``loss.epsilon_stddev`` lets it change slowly."""
 
 
 @arguments_of(MPOLoss)
@@ -117,6 +120,9 @@ class MPOLossConfig(LossConfig):
     objectives: dict[str, Any] = field(default_factory=dict)
     """By name, objectives beside the return: a bound, as in ``loss.objectives.energy=0.1``, or the
     fields of an ``Objective`` or a ``CostLimit``, as in ``loss.objectives.energy.threshold=20``."""
+    critic_coeff: float
+    truncation_is_terminal: bool = False
+    """Let the return end at a time limit, which makes it wrong. The reference agent does so."""
 
 
 @arguments_of(MPOOptimizationStepper)
@@ -134,13 +140,16 @@ class MPOOptimConfig(OptimConfig):
     lr_temperature: float | None = None
     """That of the temperatures, if it differs."""
     adam_eps: float = 1e-8
-    """Adam's constant in the denominator."""
+    """Adam's constant in the denominator. Gradients of dual variables can be small."""
     target_period: int | None = 100
     """Updates between two copies to the target networks; null if ``target_tau`` is set."""
+    target_period_actor: int | None = None
+    """That of the policy, if it differs."""
     target_tau: float | None = None
     """Moving average of the target networks instead."""
     num_policy_steps: int
     dual_order: Literal["simultaneous", "dual_first"]
+    lr_scaling: LRScaling | None
     clip_critic: float | None
     clip_actor: float | None
     clip_dual: float | None
@@ -160,6 +169,12 @@ class MPOConfig(RunConfig):
     def updates_per_batch(self) -> int:
         """Updates after each collected batch."""
         return round(self.optim.updates_per_frame * self.collector.frames_per_batch)
+
+    @property
+    def compilable_steps(self) -> int:
+        """All updates, unless they are taken in parts."""
+        whole = self.optim.num_policy_steps == 1 and self.optim.dual_order == "simultaneous"
+        return self.num_batches * self.updates_per_batch if whole else 0
 
     def problems(self) -> Iterator[str]:
         """What is impossible about these settings, one line each."""
@@ -188,6 +203,11 @@ class MPOConfig(RunConfig):
             yield (
                 "exactly one of optim.target_period and optim.target_tau must be set, the other "
                 f"null; got {self.optim.target_period} and {self.optim.target_tau}."
+            )
+        if self.optim.target_tau is not None and self.optim.target_period_actor is not None:
+            yield (
+                "optim.target_period_actor is for copies (optim.target_period), and must be null "
+                f"with optim.target_tau; got {self.optim.target_period_actor}."
             )
         if self.optim.updates_per_frame * self.collector.frames_per_batch <= 0.5:
             yield (
@@ -238,13 +258,12 @@ class MPOConfig(RunConfig):
 
     def problems_with_episodes(self, steps: int | None) -> Iterator[str]:
         """What is impossible with episodes of so many actions at most (``None``: no limit)."""
-        for name in ("n_steps", "sequence_length"):
-            value = getattr(self.replay_buffer, name)
-            if steps is not None and value > steps > 0:
-                yield (
-                    f"replay_buffer.{name} must be at most the {steps} steps of an episode "
-                    f"(env.max_episode_steps, or the task's own limit), got {value}."
-                )
+        n_steps = self.replay_buffer.n_steps
+        if steps is not None and n_steps > steps > 0:
+            yield (
+                f"replay_buffer.n_steps must be at most the {steps} steps of an episode "
+                f"(env.max_episode_steps, or the task's own limit), got {n_steps}."
+            )
 
     def problems_of_new_run(self) -> Iterator[str]:
         """What makes no sense to begin with, though there may be such runs already."""
@@ -286,7 +305,7 @@ PRESETS = {
             "the reference agent (Minerva): policy trained at the current states with samples of "
             "its own, one bound for mean and standard deviation, no action penalty, only the first "
             "step of a sequence, multipliers stepped before the policy, gradients clipped at one "
-            "everywhere"
+            "everywhere, an exponential for the standard deviation, a time limit as the end"
         ),
         loss={
             "policy_states": "current",
@@ -305,13 +324,23 @@ PRESETS = {
             "clip_critic": 1.0,
             "clip_actor": 1.0,
             "clip_dual": 1.0,
+            "lr_scaling": "1/M",
         },
         adam={"eps": 1e-5},
         run={
+            "eval": {"interval": 1 / 150, "episodes": 50},
             "collector": {"frames_per_batch": 50},
             "replay_buffer": {"batch_size": 256, "n_steps": 1, "warmup_frames": 10_000},
-            "network": {"actor_sizes": [512, 256], "critic_sizes": [512, 256], "init_scale": 1.0},
-            "loss": {"gamma": 0.98},
+            "network": {
+                "actor_sizes": [512, 256],
+                "critic_sizes": [512, 256],
+                "initializer": "kaiming_mean",
+                "scale": "exp",
+                "init_scale": 1.0,
+                "min_scale": math.exp(-20),
+                "max_scale": math.exp(2),
+            },
+            "loss": {"gamma": 0.98, "truncation_is_terminal": True},
             "optim": {
                 "updates_per_frame": 1.0,
                 "lr_actor": 1e-4,
@@ -325,7 +354,8 @@ PRESETS = {
     "acme": Preset(
         description=(
             "Acme's TensorFlow agent: policy trained at the next states with the samples of the "
-            "critic's target, a large initial temperature, an update for every eight frames"
+            "critic's target, a large initial temperature, an update for every eight frames. "
+            "Different there: the target policy acts"
         ),
         loss={
             "epsilon": 0.1,
@@ -339,14 +369,17 @@ PRESETS = {
             "num_action_samples": 20,
             "action_penalization": True,
             "policy_states": "next",
+            "critic_coeff": 0.5,
         },
         run={
-            "collector": {"frames_per_batch": 80},
+            "collector": {"frames_per_batch": 8},
             "replay_buffer": {"batch_size": 256, "n_steps": 5, "warmup_frames": 1_000},
             "network": {
                 "actor_sizes": [256, 256, 256],
                 "critic_sizes": [512, 512, 256],
+                "initializer": "fan_out",
                 "init_scale": 0.7,
+                "min_scale": 1e-6,
             },
             "loss": {"gamma": 0.99},
             "optim": {
@@ -361,8 +394,10 @@ PRESETS = {
     "tonic": Preset(
         description=(
             "tonic: policy trained at the current states with samples of its own, targets as a "
-            "moving average, no clipping of gradients. Its networks are kept in size only: there "
-            "they are ReLU networks with a tanh mean and normalised observations"
+            "moving average, no clipping of gradients, ReLU networks with a tanh mean. Different "
+            "there: the critic sees actions outside their bounds as they are, stored observations "
+            "are normalised with the latest statistics, and 1e-4 is not added to the standard "
+            "deviation but its smallest value"
         ),
         loss={
             "epsilon": 0.1,
@@ -381,7 +416,17 @@ PRESETS = {
         run={
             "collector": {"frames_per_batch": 50},
             "replay_buffer": {"batch_size": 100, "n_steps": 5, "warmup_frames": 10_000},
-            "network": {"actor_sizes": [256, 256], "critic_sizes": [256, 256], "init_scale": 0.7},
+            "env": {"observation_norm": True},
+            "network": {
+                "actor_sizes": [256, 256],
+                "critic_sizes": [256, 256],
+                "activation": "relu",
+                "layer_norm": False,
+                "initializer": "pytorch",
+                "tanh_mean": True,
+                "init_scale": math.log(2),
+                "max_scale": 1.0,
+            },
             "loss": {"gamma": 0.99},
             "optim": {
                 "updates_per_frame": 1.0,
@@ -441,9 +486,9 @@ class MPO(Algorithm[MPOConfig]):
         settings = self.config.network
         critic = make_critic(settings.critic, settings.critic_kwargs)
         outputs = critic.width * (1 + len(self.config.loss.objectives))
-        actor = make_policy(settings.policy, obs_dim, action_spec, settings)
+        actor = make_policy(obs_dim, action_spec, settings)
         critics = [
-            make_action_critic(obs_dim, action_spec, settings.critic_sizes, outputs)
+            make_action_critic(obs_dim, action_spec, settings, outputs)
             for _ in range(settings.num_critics)
         ]
         return actor, critics
@@ -452,10 +497,13 @@ class MPO(Algorithm[MPOConfig]):
         """The loss of a policy and one or several critics."""
         arguments, network = dict(vars(self.config.loss)), self.config.network
         gamma, estimator, lmbda = (arguments.pop(k) for k in ("gamma", "value_estimator", "lmbda"))
+        truncation_is_terminal = arguments.pop("truncation_is_terminal")
         arguments["objectives"] = objectives_from(arguments["objectives"])
         if network.critic != "scalar":
             arguments["critic"] = make_critic(network.critic, network.critic_kwargs)
         loss = MPOLoss(actor, critic, **self._applicable(arguments, actor))
+        if truncation_is_terminal:
+            loss.set_keys(terminated=loss.tensor_keys.done)
         if estimator == "td0":
             return loss.make_value_estimator(gamma=gamma)
         kind = "retrace" if estimator == "retrace" else ValueEstimators.TDLambda
@@ -495,20 +543,32 @@ class MPO(Algorithm[MPOConfig]):
     ) -> MPOTrainer:
         """The trainer, with an optimiser each for critic, policy and dual variables."""
         optim, buffer = self.config.optim, self.config.replay_buffer
+        lr_temperature = optim.lr_dual if optim.lr_temperature is None else optim.lr_temperature
+        groups: list[dict[str, Any]] = [
+            {"critic": (loss.qvalue_network_params.parameters(), optim.lr_critic)},
+            {"actor": (loss.actor_network_params.parameters(), optim.lr_actor)},
+            {
+                "temperature": (loss.temperature_parameters(), lr_temperature),
+                "alpha": (loss.alpha_parameters(), optim.lr_dual),
+            },
+        ]
         return MPOTrainer(
             optimization_stepper=MPOOptimizationStepper(
-                adam(loss.qvalue_network_params.parameters(), optim.lr_critic, optim.adam_eps),
-                adam(loss.actor_network_params.parameters(), optim.lr_actor, optim.adam_eps),
-                adam(self._dual_groups(loss), optim.lr_dual, optim.adam_eps),
+                *(make_optimizer(group, optim, eps=optim.adam_eps) for group in groups),
                 num_policy_steps=optim.num_policy_steps,
                 dual_order=optim.dual_order,
+                lr_scaling=optim.lr_scaling,
                 clip_critic=optim.clip_critic,
                 clip_actor=optim.clip_actor,
                 clip_dual=optim.clip_dual,
+                metrics_interval=self.config.updates_per_batch,
             ),
             replay_buffer=replay_buffer,
             target_net_updater=make_target_updater(
-                loss, period=optim.target_period, tau=optim.target_tau
+                loss,
+                period=optim.target_period,
+                tau=optim.target_tau,
+                actor_period=optim.target_period_actor,
             ),
             optim_steps_per_batch=self.config.updates_per_batch,
             warmup_frames=buffer.warmup_frames,
@@ -517,12 +577,3 @@ class MPO(Algorithm[MPOConfig]):
             max_skipped=self.config.max_skipped,
             **arguments,
         )
-
-    def _dual_groups(self, loss: MPOLoss) -> list[dict[str, Any]]:
-        """Temperatures and multipliers, which may have different learning rates."""
-        optim = self.config.optim
-        lr_temperature = optim.lr_dual if optim.lr_temperature is None else optim.lr_temperature
-        return [
-            {"params": loss.temperature_parameters(), "lr": lr_temperature},
-            {"params": loss.alpha_parameters()},
-        ]

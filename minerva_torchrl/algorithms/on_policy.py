@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import TypeVar
+from typing import Any, Literal, TypeVar
 
 from tensordict.nn import ProbabilisticTensorDictSequential
 from torch import nn
@@ -11,16 +12,24 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torchrl.data import OneHot
 from torchrl.envs import EnvBase
-from torchrl.modules import MLP, OneHotCategorical, ProbabilisticActor
+from torchrl.modules import OneHotCategorical, ProbabilisticActor
 
-from minerva_torchrl.algorithms.common import Algorithm, gaussian_actor, single_specs
+from minerva_torchrl.algorithms.common import (
+    Algorithm,
+    gaussian_actor,
+    gaussian_policy,
+    mlp,
+    single_specs,
+)
 from minerva_torchrl.algorithms.config import (
     CollectorConfig,
     EnvConfig,
     NetworkConfig,
     RunConfig,
 )
-from minerva_torchrl.modules import DirectModule, StateIndependentScale, Tanh, orthogonal_init_
+from minerva_torchrl.modules import DirectModule, GaussianPolicy, StateIndependentScale
+from minerva_torchrl.modules.init import Initializer
+from minerva_torchrl.modules.networks import Activation
 from minerva_torchrl.trainers import linear_lr_annealing
 
 __all__ = ["OnPolicyAlgorithm", "OnPolicyConfig", "OnPolicyEnvConfig", "OnPolicyNetworkConfig"]
@@ -37,17 +46,29 @@ class OnPolicyEnvConfig(EnvConfig):
     """Shift and scale observations by running statistics."""
     reward_scaling: bool = True
     """Divide rewards by the running standard deviation of the discounted return."""
+    reward_scaling_gamma: float | None = None
+    """Discount of that return. By default that of the loss."""
+    reward_scaling_reset: Literal["done", "termination"] = "done"
+    """When that return begins anew: with each episode, or as in Gymnasium's ``NormalizeReward``,
+    see :class:`~minerva_torchrl.envs.ReturnStdScaling`."""
 
 
 @dataclass(frozen=True)
 class OnPolicyNetworkConfig(NetworkConfig):
     """Tanh networks with orthogonal initialisation."""
 
+    activation: Activation = "tanh"
+    layer_norm: bool = False
+    initializer: Initializer = "orthogonal"
+    scale: Literal["softplus", "exp", "free"] = "free"
     init_scale: float = 0.4
-    """Initial standard deviation, one free parameter per action dimension.
+    """Initial standard deviation.
 
     Much larger, and most actions would be cut off at their bounds.
     """
+    min_scale: float = 1e-8
+    shared: bool = False
+    """Whether policy and critic have the same hidden layers, those of ``actor_sizes``."""
 
 
 @dataclass(frozen=True)
@@ -57,6 +78,13 @@ class OnPolicyConfig(RunConfig):
     env: OnPolicyEnvConfig = field(default_factory=OnPolicyEnvConfig)
     collector: CollectorConfig = field(default_factory=lambda: CollectorConfig(2048))
     network: OnPolicyNetworkConfig = field(default_factory=OnPolicyNetworkConfig)
+
+    def problems(self) -> Iterator[str]:
+        """What is impossible about these settings, one line each."""
+        yield from super().problems()
+        gamma = self.env.reward_scaling_gamma
+        if gamma is not None and not 0 <= gamma <= 1:
+            yield f"env.reward_scaling_gamma must be between 0 and 1, or null; got {gamma}."
 
 
 Config = TypeVar("Config", bound=OnPolicyConfig)
@@ -68,20 +96,24 @@ class OnPolicyAlgorithm(Algorithm[Config]):
     def make_networks(self, env: EnvBase) -> tuple[ProbabilisticTensorDictSequential, DirectModule]:
         """A Gaussian or categorical policy, and a critic of states."""
         obs_dim, action_spec = single_specs(env)
-        out_dim, sizes = action_spec.shape[-1], self.config.network
-        network = _tanh_mlp(obs_dim, out_dim, sizes.actor_sizes, last_gain=0.01)
+        network, sizes = self.config.network, self.config.network.critic_sizes
         if isinstance(action_spec, OneHot):
+            num_actions = action_spec.shape[-1]
+            policy: nn.Module = mlp(obs_dim, network.actor_sizes, num_actions, "loc", network)
             actor = ProbabilisticActor(
-                DirectModule(network, in_keys=["observation"], out_keys=["logits"]),
+                DirectModule(policy, in_keys=["observation"], out_keys=["logits"]),
                 in_keys=["logits"],
                 spec=action_spec,
                 distribution_class=OneHotCategorical,
                 return_log_prob=True,
             )
         else:
-            policy = StateIndependentScale(network, out_dim, init_scale=sizes.init_scale)
-            actor = gaussian_actor(policy, action_spec)
-        value = _tanh_mlp(obs_dim, 1, sizes.critic_sizes, last_gain=1.0)
+            policy = gaussian_policy(obs_dim, action_spec, network)
+            actor = gaussian_actor(policy, action_spec, network.policy)
+        torso = None
+        if network.shared:
+            torso, sizes = _torso(policy, network), network.actor_sizes
+        value = mlp(obs_dim, sizes, 1, "value", network, torso=torso)
         return actor, DirectModule(value, in_keys=["observation"], out_keys=["state_value"])
 
     def annealing(self, optimizer: Optimizer) -> LambdaLR:
@@ -94,8 +126,10 @@ class OnPolicyAlgorithm(Algorithm[Config]):
         return linear_lr_annealing(optimizer, -(-self.config.total_frames // frames_per_rollout))
 
 
-def _tanh_mlp(
-    in_features: int, out_features: int, sizes: tuple[int, ...], *, last_gain: float
-) -> nn.Module:
-    network = MLP(in_features, out_features, num_cells=list(sizes), activation_class=Tanh)
-    return orthogonal_init_(network, last_gain=last_gain)
+def _torso(policy: Any, network: OnPolicyNetworkConfig) -> nn.Module:
+    """The hidden layers of a policy."""
+    if isinstance(policy, GaussianPolicy):
+        return policy.torso
+    layers: Any = policy.loc_network if isinstance(policy, StateIndependentScale) else policy
+    num_layers = 2 * len(network.actor_sizes) + network.layer_norm
+    return layers[:num_layers]

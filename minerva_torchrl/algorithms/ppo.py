@@ -10,7 +10,7 @@ from tensordict.nn import ProbabilisticTensorDictSequential
 from torchrl.objectives import ClipPPOLoss
 from torchrl.trainers import Trainer
 
-from minerva_torchrl.algorithms.common import Preset, adam
+from minerva_torchrl.algorithms.common import Preset, make_optimizer
 from minerva_torchrl.algorithms.config import LossConfig, OptimConfig, arguments_of, out_of_range
 from minerva_torchrl.algorithms.on_policy import OnPolicyAlgorithm, OnPolicyConfig
 from minerva_torchrl.modules import DirectClipPPOLoss
@@ -44,8 +44,6 @@ class PPOOptimConfig(OptimConfig):
     """Learning rate."""
     anneal_lr: bool = True
     """Let the learning rate fall linearly to zero over ``total_frames``."""
-    adam_eps: float = 1e-5
-    """Adam's constant in the denominator."""
     num_epochs: int
     minibatch_size: int
     clip: float | None
@@ -59,6 +57,12 @@ class PPOConfig(OnPolicyConfig):
     algo: Literal["ppo"] = "ppo"
     loss: PPOLossConfig = field(default_factory=PPOLossConfig)
     optim: PPOOptimConfig = field(default_factory=PPOOptimConfig)
+
+    @property
+    def compilable_steps(self) -> int:
+        """All minibatches of all epochs."""
+        minibatches = self.collector.frames_per_batch // max(1, self.optim.minibatch_size)
+        return self.num_batches * self.optim.num_epochs * minibatches
 
     def problems(self) -> Iterator[str]:
         """What is impossible about these settings, one line each."""
@@ -84,13 +88,19 @@ PRESETS = {
     "minerva-seed": Preset(
         description=(
             "the reference agent (Minerva), which among other things ends the return at a time "
-            "limit"
+            "limit, and scales rewards with a discount of its own"
         ),
         loss={"gamma": 0.98, "lmbda": 0.92, "truncation_is_terminal": True},
         adam={"eps": 1e-5},
         run={
+            "deterministic": True,
+            "eval": {"interval": 1 / 150, "episodes": 50},
             "collector": {"frames_per_batch": 2048},
-            "env": {"num_envs": 1},
+            "env": {
+                "num_envs": 1,
+                "reward_scaling_gamma": 0.99,
+                "reward_scaling_reset": "termination",
+            },
             "network": {"actor_sizes": [512, 256], "critic_sizes": [512, 256], "init_scale": 1.0},
             "optim": {"lr": 2e-4, "minibatch_size": 32},
         },
@@ -115,7 +125,7 @@ class PPO(OnPolicyAlgorithm[PPOConfig]):
     def make_trainer(self, loss: ClipPPOLoss, replay_buffer: None, **arguments: Any) -> Trainer:
         """The trainer, with one optimiser for both networks."""
         optim = self.config.optim
-        optimizer = adam(loss.parameters(), optim.lr, optim.adam_eps)
+        optimizer = make_optimizer({"": (loss.parameters(), optim.lr)}, optim, eps=optim.adam_eps)
         return make_ppo_trainer(
             optimization_stepper=PPOOptimizationStepper(
                 optimizer,

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, ClassVar, Literal
 
+import torch
+from tensordict import TensorDictBase
 from tensordict.nn import ProbabilisticTensorDictSequential
 
-from minerva_torchrl.algorithms.common import Preset, adam
+from minerva_torchrl.algorithms.common import Preset, make_optimizer
 from minerva_torchrl.algorithms.config import (
     LossConfig,
     OptimConfig,
@@ -50,6 +54,12 @@ class VMPONetworkConfig(OnPolicyNetworkConfig):
 class VMPOLossConfig(LossConfig):
     """Arguments of :class:`~minerva_torchrl.VMPOLoss`, and its value estimator."""
 
+    value_estimator: Literal["gae", "returns", "td0"] = "gae"
+    """Generalised advantages, whole returns (λ = 1), or one step (λ = 0)."""
+    restarting_weights: bool = False
+    """Leave the first step of every episode out of the E-step."""
+    importance_weights: bool = False
+    """Weigh samples by min(1, π / π_b), for data of an older policy π_b."""
     top_k_fraction: float
     epsilon: float
     epsilon_mean: float | None
@@ -86,8 +96,6 @@ class VMPOOptimConfig(OptimConfig):
     """Let the learning rates of the networks fall linearly to zero over ``total_frames``."""
     lr_temperature: float = 1e-2
     """That of a temperature with ``temperature_update=gradient``."""
-    adam_eps: float = 1e-5
-    """Adam's constant in the denominator, for the networks."""
     adam_eps_dual: float = 1e-8
     """That for the dual variables, whose gradients can be small."""
     num_policy_steps: int = 320
@@ -108,6 +116,12 @@ class VMPOConfig(OnPolicyConfig):
     network: VMPONetworkConfig = field(default_factory=VMPONetworkConfig)
     loss: VMPOLossConfig = field(default_factory=VMPOLossConfig)
     optim: VMPOOptimConfig = field(default_factory=VMPOOptimConfig)
+
+    @property
+    def compilable_steps(self) -> int:
+        """All policy steps, unless the multipliers are stepped first."""
+        whole = self.optim.dual_order == "simultaneous"
+        return self.num_batches * self.optim.num_policy_steps if whole else 0
 
     def problems(self) -> Iterator[str]:
         """What is impossible about these settings, one line each."""
@@ -134,7 +148,8 @@ PRESETS = {
         description=(
             "the reference agent (Minerva): temperature learned by one step per rollout, KL "
             "divergences over the selected samples only, multipliers stepped before the policy, "
-            "learning rates as they are for any number of policy steps"
+            "learning rates as they are for any number of policy steps, a squashed policy whose "
+            "standard deviation depends on the state, no first steps of episodes"
         ),
         loss={
             "top_k_fraction": 0.7,
@@ -157,10 +172,22 @@ PRESETS = {
         },
         adam={"eps": 1e-5},
         run={
+            "eval": {"interval": 1 / 150, "episodes": 50},
             "collector": {"frames_per_batch": 4096},
-            "env": {"num_envs": 1},
-            "network": {"actor_sizes": [512, 256], "critic_sizes": [512, 256], "init_scale": 1.0},
-            "loss": {"gamma": 0.98, "lmbda": 0.92},
+            "env": {"num_envs": 1, "staggered": False, "reward_scaling_reset": "termination"},
+            "network": {
+                "actor_sizes": [512, 256],
+                "critic_sizes": [512, 256],
+                "activation": "elu",
+                "layer_norm": True,
+                "initializer": "xavier_heads",
+                "policy": "tanh_gaussian",
+                "scale": "exp",
+                "init_scale": math.exp(-0.5),
+                "min_scale": math.exp(-20),
+                "max_scale": math.exp(2),
+            },
+            "loss": {"gamma": 0.98, "lmbda": 0.92, "restarting_weights": True},
             "optim": {
                 "lr_actor": 1e-4,
                 "lr_critic": 1e-4,
@@ -187,27 +214,31 @@ class VMPO(OnPolicyAlgorithm[VMPOConfig]):
     earlier: ClassVar = {"optim.dual_order": "dual_first", "optim.adam_eps_dual": 1e-5}
 
     def make_loss(self, actor: ProbabilisticTensorDictSequential, critic: Any) -> VMPOLoss:
-        """The loss, with generalised advantages."""
+        """The loss, with its value estimator."""
         arguments = dict(vars(self.config.loss))
-        gamma, lmbda = arguments.pop("gamma"), arguments.pop("lmbda")
+        gamma, lmbda, estimator = (arguments.pop(k) for k in ("gamma", "lmbda", "value_estimator"))
+        del arguments["restarting_weights"], arguments["importance_weights"]
         loss = VMPOLoss(actor, critic, **arguments)
-        return loss.make_value_estimator("gae", gamma=gamma, lmbda=lmbda)
+        trace = {"lmbda": lmbda} if estimator == "gae" else {}
+        return loss.make_value_estimator(estimator, gamma=gamma, **trace)
 
     def make_trainer(self, loss: VMPOLoss, replay_buffer: None, **arguments: Any) -> VMPOTrainer:
         """The trainer, with an optimiser for the networks and others for the dual variables."""
         optim = self.config.optim
-        networks = [
-            {"params": list(loss.actor_network_params.parameters()), "lr": optim.lr_actor},
-            {"params": list(loss.critic_network_params.parameters()), "lr": optim.lr_critic},
-        ]
-        optimizer = adam(networks, optim.lr_actor, optim.adam_eps)
+        networks = {  # of layers that they share, the rate is the policy's
+            "actor": (loss.actor_network_params.parameters(), optim.lr_actor),
+            "critic": (loss.critic_network_params.parameters(), optim.lr_critic),
+        }
+        optimizer = make_optimizer(networks, optim, eps=optim.adam_eps)
+        alpha = {"alpha": (loss.alpha_parameters(), optim.lr_alpha)}
         temperature = None
         if self.config.loss.temperature_update == "gradient":
-            temperature = adam([loss.temperature.raw], optim.lr_temperature, optim.adam_eps_dual)
-        return VMPOTrainer(
+            learned = {"temperature": (loss.temperature_parameters(), optim.lr_temperature)}
+            temperature = make_optimizer(learned, optim, eps=optim.adam_eps_dual)
+        trainer = VMPOTrainer(
             optimization_stepper=VMPOOptimizationStepper(
                 optimizer,
-                adam(loss.alpha_parameters(), optim.lr_alpha, optim.adam_eps_dual),
+                make_optimizer(alpha, optim, eps=optim.adam_eps_dual),
                 temperature,
                 num_policy_steps=optim.num_policy_steps,
                 minibatch_size=optim.minibatch_size,
@@ -219,3 +250,18 @@ class VMPO(OnPolicyAlgorithm[VMPOConfig]):
             max_skipped=self.config.max_skipped,
             **arguments,
         )
+        trainer.register_op("batch_process", partial(self._with_weights, loss))
+        return trainer
+
+    @torch.no_grad()
+    def _with_weights(self, loss: VMPOLoss, rollout: TensorDictBase) -> TensorDictBase:
+        """A rollout with the weights of its samples that the settings ask for."""
+        keys = loss.tensor_keys
+        if self.config.loss.restarting_weights:
+            begun = rollout.get("step_count") > 0
+            rollout.set(keys.restarting_weight, begun.to(rollout.get(("next", "reward")).dtype))
+        if self.config.loss.importance_weights:
+            dist = loss.actor_network.get_dist(rollout.select(*loss.actor_network.in_keys))
+            log_ratio = dist.log_prob(rollout.get(keys.action)) - rollout.get(keys.sample_log_prob)
+            rollout.set(keys.importance_weight, log_ratio.clamp_max(0).exp())
+        return rollout

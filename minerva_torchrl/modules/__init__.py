@@ -4,13 +4,14 @@ from minerva_torchrl.modules.activations import ELU, Tanh
 from minerva_torchrl.modules.clip_ppo import DirectClipPPOLoss
 from minerva_torchrl.modules.direct import DirectModule
 from minerva_torchrl.modules.gaussian import StateIndependentScale
-from minerva_torchrl.modules.init import orthogonal_init_
+from minerva_torchrl.modules.init import initialize_, orthogonal_init_
 from minerva_torchrl.modules.memory import keep_freed_memory
 from minerva_torchrl.modules.networks import (
     CholeskyPolicy,
     ControlTorso,
     GaussianPolicy,
     StateActionCritic,
+    TanhInterval,
 )
 from minerva_torchrl.modules.popart import (
     PopArtClipPPOLoss,
@@ -32,6 +33,8 @@ __all__ = [
     "StateActionCritic",
     "StateIndependentScale",
     "Tanh",
+    "TanhInterval",
+    "initialize_",
     "keep_freed_memory",
     "orthogonal_init_",
     "popart_update_",

@@ -14,7 +14,7 @@ from torchrl.modules.distributions.utils import has_analytic_entropy
 from torchrl.objectives import ClipPPOLoss
 from torchrl.objectives.utils import _clip_value_loss, distance_loss
 
-from minerva_torchrl.modules.direct import using
+from minerva_torchrl.objectives.swapping import using
 
 __all__ = ["DirectClipPPOLoss"]
 

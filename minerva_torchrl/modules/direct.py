@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import inspect
-import operator
 from collections.abc import Iterable
-from contextlib import nullcontext
 from typing import Any, cast
 
 from tensordict import NestedKey, TensorDictBase
-from tensordict.nn import TensorDictModule, TensorDictParams, skip_existing
+from tensordict.nn import TensorDictModule, skip_existing
 from torch import Tensor, nn
-from torchrl._utils import is_compiling
 from torchrl.modules import IndependentNormal, ProbabilisticActor, SafeProbabilisticModule
 
-__all__ = ["DirectModule", "plain_gaussian", "using"]
+__all__ = ["DirectModule", "plain_gaussian"]
 
 # Without what makes a TensorDict of tensors, and looks for outputs that exist already.
 _forward = inspect.unwrap(TensorDictModule.forward)
@@ -58,31 +55,6 @@ class DirectModule(TensorDictModule):
         for key, tensor in zip(keys, tensors, strict=True):
             tensordict.set(key, tensor)
         return tensordict
-
-
-def using(module: nn.Module, params: Any) -> Any:
-    """A context in which a module has the given parameters; none if it holds them already.
-
-    Exchanging the parameters of a small network takes as long as calling it.
-
-    Args:
-        module (nn.Module): a network of a loss.
-        params (TensorDictParams): the parameters that the loss holds for it.
-    """
-    if isinstance(params, TensorDictParams) and not is_compiling() and _holds(module, params):
-        return nullcontext()
-    return params.to_module(module, preserve_module_state=False)
-
-
-def _holds(module: nn.Module, params: TensorDictParams) -> bool:
-    """Whether the parameters of a module are the given ones, and it has no buffers."""
-    own: list[nn.Parameter | None] = []
-    for child in module.modules():
-        if child._buffers:
-            return False
-        own += child._parameters.values()
-    own, given = [parameter for parameter in own if parameter is not None], [*params.parameters()]
-    return len(own) == len(given) > 0 and all(map(operator.is_, own, given))
 
 
 def plain_gaussian(actor: nn.Module) -> tuple[nn.Module, NestedKey | None] | None:

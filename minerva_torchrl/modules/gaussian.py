@@ -7,7 +7,26 @@ import math
 import torch
 from torch import Tensor, nn
 
-__all__ = ["StateIndependentScale"]
+from minerva_torchrl.objectives.checks import check_positive
+
+__all__ = ["StateIndependentScale", "log_scale_range"]
+
+
+def log_scale_range(
+    init_scale: float, min_scale: float, max_scale: float | None
+) -> tuple[float, float]:
+    r"""The range of :math:`\log \sigma / \sigma_0` between the smallest and the largest scale."""
+    for name, scale in (("init_scale", init_scale), ("min_scale", min_scale)):
+        check_positive(name, scale)
+    if max_scale is not None:
+        check_positive("max_scale", max_scale)
+    largest = math.inf if max_scale is None else max_scale
+    if not min_scale <= init_scale <= largest:
+        raise ValueError(
+            "init_scale must lie between min_scale and max_scale, got "
+            f"{init_scale}, {min_scale} and {max_scale}."
+        )
+    return math.log(min_scale / init_scale), math.log(largest / init_scale)
 
 
 class StateIndependentScale(nn.Module):
@@ -22,6 +41,8 @@ class StateIndependentScale(nn.Module):
 
     Keyword Args:
         init_scale (float): initial standard deviation. Defaults to 1.
+        min_scale (float): smallest standard deviation. Defaults to ``1e-8``.
+        max_scale (float, optional): largest one. Defaults to ``None``.
 
     Examples:
         >>> from tensordict import TensorDict
@@ -41,12 +62,20 @@ class StateIndependentScale(nn.Module):
         tensor([1., 1.], grad_fn=<SelectBackward0>)
     """
 
-    def __init__(self, loc_network: nn.Module, action_dim: int, *, init_scale: float = 1.0) -> None:
+    def __init__(
+        self,
+        loc_network: nn.Module,
+        action_dim: int,
+        *,
+        init_scale: float = 1.0,
+        min_scale: float = 1e-8,
+        max_scale: float | None = None,
+    ) -> None:
         super().__init__()
         if action_dim < 1:
             raise ValueError(f"action_dim must be at least 1, got {action_dim}.")
-        if not (math.isfinite(init_scale) and init_scale > 0.0):
-            raise ValueError(f"init_scale must be positive and finite, got {init_scale}.")
+        low, high = log_scale_range(init_scale, min_scale, max_scale)
+        self._log_range = low + math.log(init_scale), high + math.log(init_scale)
         self.loc_network = loc_network
         self.log_scale = nn.Parameter(torch.full((action_dim,), math.log(init_scale)))
 
@@ -65,4 +94,4 @@ class StateIndependentScale(nn.Module):
                 f"loc_network must return {self.log_scale.shape[0]} action dimensions, the "
                 f"action_dim of this module; got {loc.shape[-1]}."
             )
-        return loc, self.log_scale.exp().expand_as(loc)
+        return loc, self.log_scale.clamp(*self._log_range).exp().expand_as(loc)

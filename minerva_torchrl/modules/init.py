@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import math
-from typing import TypeVar
+from collections.abc import Callable
+from functools import partial
+from typing import Literal, TypeVar
 
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
-__all__ = ["orthogonal_init_"]
+from minerva_torchrl.objectives.checks import check_choice
+
+__all__ = ["Initializer", "initialize_", "orthogonal_init_"]
 
 ModuleT = TypeVar("ModuleT", bound=nn.Module)
+Initializer = Literal[
+    "small_heads", "pytorch", "kaiming_mean", "xavier_heads", "fan_out", "orthogonal"
+]
+"""Names of ways to initialise the networks of a policy and a critic."""
 
 
 def orthogonal_init_(
@@ -56,3 +64,91 @@ def orthogonal_init_(
         if layer.bias is not None:
             nn.init.zeros_(layer.bias)
     return network
+
+
+def initialize_(
+    network: ModuleT, part: Literal["hidden", "loc", "scale", "value"], initializer: Initializer
+) -> ModuleT:
+    r"""Initialise the linear layers of a part of a policy or critic, in place.
+
+    With ``n`` inputs and ``m`` outputs of a layer:
+
+    ================  ================  ======================  ==============  ====================
+    ``initializer``   ``hidden``        ``loc``                 ``scale``       ``value``
+    ================  ================  ======================  ==============  ====================
+    ``small_heads``   PyTorch's         normal, 0.01 / √n       like ``loc``    truncated, 0.01
+    ``pytorch``       PyTorch's         PyTorch's               PyTorch's       PyTorch's
+    ``kaiming_mean``  PyTorch's         normal, 1 / √n          PyTorch's       truncated, 0.01
+    ``xavier_heads``  PyTorch's         uniform, √(6 / (n+m))   like ``loc``    like ``loc``
+    ``fan_out``       uniform, 1 / √m   normal, 0.01 / √n       like ``loc``    like ``loc``
+    ``orthogonal``    gain √2           gain 0.01               gain 0.01       gain 1
+    ================  ================  ======================  ==============  ====================
+
+    The numbers are standard deviations of normal and bounds of uniform distributions. Biases become
+    zero wherever a layer is not left as PyTorch made it.
+
+    Args:
+        network (nn.Module): its linear layers are initialised.
+        part (str): what it is: hidden layers, or the head of means, of standard deviations or of
+            values.
+        initializer (str): a row of the table.
+
+    Returns:
+        ``network`` itself.
+
+    Examples:
+        >>> head = initialize_(nn.Linear(64, 2), "loc", "small_heads")
+        >>> head.weight.abs().max().item() < 0.01, head.bias.tolist()
+        (True, [0.0, 0.0])
+    """
+    check_choice("initializer", initializer, _SCHEMES)
+    fill = _SCHEMES[initializer][part]
+    for layer in network.modules():
+        if isinstance(layer, nn.Linear) and fill is not None:
+            fill(layer)
+            nn.init.zeros_(layer.bias)
+    return network
+
+
+def _normal(layer: nn.Linear, std: float) -> None:
+    nn.init.normal_(layer.weight, std=std / math.sqrt(layer.in_features))
+
+
+def _truncated_normal(layer: nn.Linear) -> None:
+    nn.init.trunc_normal_(layer.weight, std=0.01)
+
+
+def _xavier_uniform(layer: nn.Linear) -> None:
+    nn.init.xavier_uniform_(layer.weight)
+
+
+def _fan_out_uniform(layer: nn.Linear) -> None:
+    bound = 1 / math.sqrt(layer.out_features)
+    nn.init.uniform_(layer.weight, -bound, bound)
+
+
+def _orthogonal(layer: nn.Linear, gain: float) -> None:
+    nn.init.orthogonal_(layer.weight, gain)
+
+
+def _scheme(
+    hidden: _Fill | None, loc: _Fill | None, scale: _Fill | None, value: _Fill | None
+) -> dict[str, _Fill | None]:
+    return {"hidden": hidden, "loc": loc, "scale": scale, "value": value}
+
+
+_Fill = Callable[[nn.Linear], None]
+_SMALL: _Fill = partial(_normal, std=0.01)
+_SCHEMES: dict[str, dict[str, _Fill | None]] = {
+    "small_heads": _scheme(None, _SMALL, _SMALL, _truncated_normal),
+    "pytorch": _scheme(None, None, None, None),
+    "kaiming_mean": _scheme(None, partial(_normal, std=1.0), None, _truncated_normal),
+    "xavier_heads": _scheme(None, _xavier_uniform, _xavier_uniform, _xavier_uniform),
+    "fan_out": _scheme(_fan_out_uniform, _SMALL, _SMALL, _SMALL),
+    "orthogonal": _scheme(
+        partial(_orthogonal, gain=math.sqrt(2)),
+        partial(_orthogonal, gain=0.01),
+        partial(_orthogonal, gain=0.01),
+        partial(_orthogonal, gain=1.0),
+    ),
+}

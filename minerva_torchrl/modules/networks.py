@@ -3,18 +3,55 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
 from minerva_torchrl.modules.activations import ELU, Tanh
-from minerva_torchrl.objectives.checks import check_count, check_positive
+from minerva_torchrl.modules.gaussian import log_scale_range
+from minerva_torchrl.modules.init import Initializer, initialize_
+from minerva_torchrl.objectives.checks import check_choice, check_count
 
-__all__ = ["CholeskyPolicy", "ControlTorso", "GaussianPolicy", "StateActionCritic"]
+__all__ = [
+    "Activation",
+    "CholeskyPolicy",
+    "ControlTorso",
+    "GaussianPolicy",
+    "StateActionCritic",
+    "TanhInterval",
+]
 
+Activation = Literal["elu", "relu", "tanh"]
+"""Names of activations."""
+# In place, because what they overwrite is the fresh output of a layer.
+_ACTIVATIONS: dict[str, Callable[[], nn.Module]] = {
+    "elu": partial(ELU, inplace=True),
+    "relu": partial(nn.ReLU, inplace=True),
+    "tanh": partial(Tanh, inplace=True),
+}
 _ROWS_PER_CHUNK = 2048
+
+
+def torso_layers(
+    in_features: int, sizes: Sequence[int], *, activation: Activation, layer_norm: bool
+) -> list[nn.Module]:
+    """The layers of :class:`ControlTorso`, with PyTorch's initialisation."""
+    if not sizes:
+        raise ValueError("sizes must have at least one layer, got none.")
+    for size in (in_features, *sizes):
+        check_count("in_features and sizes", size)
+    check_choice("activation", activation, _ACTIVATIONS)
+    layers: list[nn.Module] = []
+    for inputs, outputs in pairwise((in_features, *sizes)):
+        normed = layer_norm and not layers
+        layers.append(nn.Linear(inputs, outputs))
+        layers += [nn.LayerNorm(outputs)] if normed else []
+        layers.append(_ACTIVATIONS["tanh" if normed else activation]())
+    return layers
 
 
 class ControlTorso(nn.Module):
@@ -26,35 +63,76 @@ class ControlTorso(nn.Module):
         in_features (int): size of the input.
         sizes (sequence of int): sizes of the layers, at least one.
 
+    Keyword Args:
+        activation (str): ``"elu"`` (default), ``"relu"`` or ``"tanh"``.
+        layer_norm (bool): whether the first layer has LayerNorm and tanh. Without them it has the
+            activation. Defaults to ``True``.
+        initializer (str): see :func:`~minerva_torchrl.modules.initialize_`. Defaults to
+            ``"small_heads"``, which leaves a torso as PyTorch makes it.
+
     Examples:
         >>> torso = ControlTorso(3, (64, 32))
         >>> torso(torch.randn(5, 3)).shape
         torch.Size([5, 32])
     """
 
-    def __init__(self, in_features: int, sizes: Sequence[int]) -> None:
+    def __init__(
+        self,
+        in_features: int,
+        sizes: Sequence[int],
+        *,
+        activation: Activation = "elu",
+        layer_norm: bool = True,
+        initializer: Initializer = "small_heads",
+    ) -> None:
         super().__init__()
-        if not sizes:
-            raise ValueError("sizes must have at least one layer, got none.")
-        for size in (in_features, *sizes):
-            check_count("in_features and sizes", size)
-        self.first = nn.Linear(in_features, sizes[0])
-        # In place, because what they overwrite is the fresh output of a layer.
-        self.rest = nn.Sequential(nn.LayerNorm(sizes[0]), Tanh(inplace=True))
-        for inputs, outputs in pairwise(sizes):
-            self.rest.extend([nn.Linear(inputs, outputs), ELU(inplace=True)])
+        layers = torso_layers(in_features, sizes, activation=activation, layer_norm=layer_norm)
+        self.first: nn.Linear = layers[0]  # type: ignore[assignment]
+        self.rest = nn.Sequential(*layers[1:])
         self.out_features = sizes[-1]
+        initialize_(self, "hidden", initializer)
 
     def forward(self, x: Tensor) -> Tensor:
         """Features, ``[*B, sizes[-1]]``, of an input ``[*B, in_features]``."""
         return self.rest(self.first(x))
 
 
+class TanhInterval(nn.Module):
+    r"""Into an interval by a tanh: :math:`(l + h) / 2 + (h - l) / 2 \tanh x`.
+
+    Args:
+        low (Tensor): the lower bounds ``l``, ``[D]``.
+        high (Tensor): the upper bounds ``h``, ``[D]``.
+
+    Examples:
+        >>> bound = TanhInterval(torch.tensor([-1.0]), torch.tensor([3.0]))
+        >>> bound(torch.tensor([0.0, 100.0]))
+        tensor([1., 3.])
+    """
+
+    def __init__(self, low: Tensor, high: Tensor) -> None:
+        super().__init__()
+        if not (low.isfinite().all() and high.isfinite().all() and (low < high).all()):
+            raise ValueError(
+                f"low and high must be finite, with low below high; got {low.tolist()} and "
+                f"{high.tolist()}."
+            )
+        self.center: Tensor
+        self.radius: Tensor
+        # They follow from the action's bounds, so no checkpoint needs them.
+        self.register_buffer("center", (low + high) / 2, persistent=False)
+        self.register_buffer("radius", (high - low) / 2, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Between the bounds, ``[*B, D]``."""
+        return self.center + self.radius * x.tanh()
+
+
 class GaussianPolicy(nn.Module):
     r"""Mean and standard deviation of a diagonal Gaussian over raw actions.
 
     .. math::
-        \mu = W_\mu h + b_\mu, \qquad
+        \mu = f(W_\mu h + b_\mu), \qquad
         \sigma = \sigma_0 \, \mathrm{softplus}(W_\sigma h + b_\sigma) / \log 2 + \sigma_{min}
 
     The heads start small, so that at first :math:`\mu \approx 0` and
@@ -68,6 +146,15 @@ class GaussianPolicy(nn.Module):
     Keyword Args:
         init_scale (float): :math:`\sigma_0`. Defaults to ``0.5``.
         min_scale (float): :math:`\sigma_{min}`. Defaults to ``1e-4``.
+        max_scale (float, optional): cut larger standard deviations off. Defaults to ``None``.
+        scale_function (str): ``"softplus"`` (default), or ``"exp"`` for
+            :math:`\sigma = \sigma_0 \exp(W_\sigma h + b_\sigma)`, cut off at ``min_scale`` and
+            ``max_scale``.
+        loc_activation (nn.Module, optional): ``f``, for example a :class:`TanhInterval`. By default
+            the mean is linear.
+        activation (str): see :class:`ControlTorso`, as the next two.
+        layer_norm (bool): of the torso.
+        initializer (str): of torso and heads.
 
     Examples:
         >>> policy = GaussianPolicy(3, 2, (64, 64), init_scale=0.5)
@@ -84,25 +171,45 @@ class GaussianPolicy(nn.Module):
         *,
         init_scale: float = 0.5,
         min_scale: float = 1e-4,
+        max_scale: float | None = None,
+        scale_function: Literal["softplus", "exp"] = "softplus",
+        loc_activation: nn.Module | None = None,
+        activation: Activation = "elu",
+        layer_norm: bool = True,
+        initializer: Initializer = "small_heads",
     ) -> None:
         super().__init__()
         check_count("action_dim", action_dim)
-        check_positive("init_scale", init_scale)
-        check_positive("min_scale", min_scale)
-        self.torso = ControlTorso(obs_dim, sizes)
+        check_choice("scale_function", scale_function, ("softplus", "exp"))
+        self.torso = ControlTorso(
+            obs_dim,
+            sizes,
+            activation=activation,
+            layer_norm=layer_norm,
+            initializer=initializer,
+        )
         self.loc = nn.Linear(self.torso.out_features, action_dim)
         self.scale = nn.Linear(self.torso.out_features, action_dim)
-        for head in (self.loc, self.scale):
-            nn.init.normal_(head.weight, std=1e-2 / math.sqrt(self.torso.out_features))
-            nn.init.zeros_(head.bias)
+        initialize_(self.loc, "loc", initializer)
+        initialize_(self.scale, "scale", initializer)
+        self.loc_activation = nn.Identity() if loc_activation is None else loc_activation
+        self.scale_function = scale_function
         self.init_scale = init_scale
         self.min_scale = min_scale
+        self.max_scale = max_scale
+        self._log_range = log_scale_range(init_scale, min_scale, max_scale)
 
     def forward(self, observation: Tensor) -> tuple[Tensor, Tensor]:
         """``loc`` and ``scale``, ``[*B, D]`` each, for observations ``[*B, obs_dim]``."""
         features = self.torso(observation)
-        scale = nn.functional.softplus(self.scale(features)) * (self.init_scale / math.log(2))
-        return self.loc(features), scale + self.min_scale
+        return self.loc_activation(self.loc(features)), self._positive(self.scale(features))
+
+    def _positive(self, x: Tensor) -> Tensor:
+        if self.scale_function == "exp":
+            # Cut off before the exponential, whose gradient may not be finite behind it.
+            return self.init_scale * x.clamp(*self._log_range).exp()
+        scale = nn.functional.softplus(x) * (self.init_scale / math.log(2)) + self.min_scale
+        return scale if self.max_scale is None else scale.clamp_max(self.max_scale)
 
 
 class CholeskyPolicy(GaussianPolicy):
@@ -117,8 +224,8 @@ class CholeskyPolicy(GaussianPolicy):
         sizes (sequence of int): sizes of the torso's layers.
 
     Keyword Args:
-        init_scale (float): initial standard deviation. Defaults to ``0.5``.
-        min_scale (float): the smallest one of the diagonal. Defaults to ``1e-4``.
+        initializer (str): of torso and heads, see :class:`GaussianPolicy`.
+        **settings: as in :class:`GaussianPolicy`.
 
     Examples:
         >>> policy = CholeskyPolicy(3, 2, (64, 64))
@@ -133,22 +240,20 @@ class CholeskyPolicy(GaussianPolicy):
         action_dim: int,
         sizes: Sequence[int],
         *,
-        init_scale: float = 0.5,
-        min_scale: float = 1e-4,
+        initializer: Initializer = "small_heads",
+        **settings: Any,
     ) -> None:
-        super().__init__(obs_dim, action_dim, sizes, init_scale=init_scale, min_scale=min_scale)
-        self.below = nn.Linear(self.torso.out_features, action_dim * action_dim)
-        nn.init.normal_(self.below.weight, std=1e-2 / math.sqrt(self.torso.out_features))
-        nn.init.zeros_(self.below.bias)
+        super().__init__(obs_dim, action_dim, sizes, initializer=initializer, **settings)
+        below = nn.Linear(self.torso.out_features, action_dim * action_dim)
+        self.below = initialize_(below, "loc", initializer)
 
     def forward(self, observation: Tensor) -> tuple[Tensor, Tensor]:
         """``loc`` ``[*B, D]`` and ``scale_tril`` ``[*B, D, D]``."""
         features = self.torso(observation)
-        scale = nn.functional.softplus(self.scale(features)) * (self.init_scale / math.log(2))
-        scale = (scale + self.min_scale).unsqueeze(-1)
+        scale = self._positive(self.scale(features)).unsqueeze(-1)
         below = self.below(features).unflatten(-1, (scale.shape[-2], -1)).tril(-1)
         identity = torch.eye(scale.shape[-2], dtype=scale.dtype, device=scale.device)
-        return self.loc(features), scale * (below + identity)
+        return self.loc_activation(self.loc(features)), scale * (below + identity)
 
 
 class StateActionCritic(nn.Module):
@@ -166,6 +271,9 @@ class StateActionCritic(nn.Module):
 
     Keyword Args:
         out_features (int): outputs for an action. Defaults to ``1``, the value.
+        activation (str): see :class:`ControlTorso`, as the next two.
+        layer_norm (bool): of the torso.
+        initializer (str): of torso and head.
 
     Examples:
         >>> critic = StateActionCritic(3, 2, (64, 64))
@@ -175,7 +283,15 @@ class StateActionCritic(nn.Module):
     """
 
     def __init__(
-        self, obs_dim: int, action_dim: int, sizes: Sequence[int], *, out_features: int = 1
+        self,
+        obs_dim: int,
+        action_dim: int,
+        sizes: Sequence[int],
+        *,
+        out_features: int = 1,
+        activation: Activation = "elu",
+        layer_norm: bool = True,
+        initializer: Initializer = "small_heads",
     ) -> None:
         super().__init__()
         check_count("obs_dim", obs_dim)
@@ -183,10 +299,15 @@ class StateActionCritic(nn.Module):
         check_count("out_features", out_features)
         self.out_features = out_features
         self.obs_dim = obs_dim
-        self.torso = ControlTorso(obs_dim + action_dim, sizes)
-        self.head = nn.Linear(self.torso.out_features, out_features)
-        nn.init.trunc_normal_(self.head.weight, std=0.01)
-        nn.init.zeros_(self.head.bias)
+        self.torso = ControlTorso(
+            obs_dim + action_dim,
+            sizes,
+            activation=activation,
+            layer_norm=layer_norm,
+            initializer=initializer,
+        )
+        head = nn.Linear(self.torso.out_features, out_features)
+        self.head = initialize_(head, "value", initializer)
 
     def forward(self, observation: Tensor, action: Tensor) -> Tensor:
         """Outputs ``[*B, out_features]`` for observations ``[*B, obs_dim]`` and actions."""

@@ -25,6 +25,7 @@ from minerva_torchrl.objectives.duals import (
     Temperature,
 )
 from minerva_torchrl.objectives.specs import keys_without
+from minerva_torchrl.objectives.swapping import using
 
 _REDUCTIONS = ("mean", "sum", "none")
 _ESTIMATOR_PREFIX = "_value_estimator."
@@ -192,8 +193,9 @@ class DualLossModule(LossModule):
 
     def project_duals_(self) -> None:
         """Put every dual variable back above its floor. Call it after each optimiser step."""
-        for dual in self.dual_variables():
-            dual.project_()
+        duals = list(self.dual_variables())
+        with torch.no_grad():
+            torch._foreach_clamp_min_([dual.raw for dual in duals], [d.raw_floor for d in duals])
 
     def project_duals_after(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
         """Have an optimiser call :meth:`project_duals_` after each of its steps.
@@ -289,19 +291,32 @@ class DualLossModule(LossModule):
 
     # The update in parts -------------------------------------------------------------------------
 
-    def e_step(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, dict[str, Tensor]]:
+    def e_step(
+        self, tensordict: TensorDictBase, *, with_metrics: bool = True
+    ) -> tuple[TensorDictBase, dict[str, Tensor]]:
         """The batch with what the E-step found as its entry ``e_step``, and 0-d metrics."""
         raise NotImplementedError
 
-    def _with_e_step(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, dict[str, Tensor]]:
+    def _with_e_step(
+        self, tensordict: TensorDictBase, with_metrics: bool = True
+    ) -> tuple[TensorDictBase, dict[str, Tensor]]:
         """A batch that has its E-step as it is, any other with one."""
         if tensordict.get("e_step", None) is not None:
             return tensordict, {}
-        return self.e_step(tensordict)
+        return self.e_step(tensordict, with_metrics=with_metrics)
+
+    def _constraint_losses(
+        self, divergences: dict[str, Tensor], mask: Tensor | None
+    ) -> dict[str, tuple[Tensor, Tensor]]:
+        """By constraint, the penalty on the policy and the loss of the multiplier, ``[*B]``."""
+        return {
+            name: dual.losses(divergences[name], self._mean_kl(divergences[name], mask))
+            for name, dual in self.constraints.items()
+        }
 
     def _dist(self, states: TensorDictBase, params: TensorDictParams) -> D.Distribution:
         """The policy with some parameters at some states."""
-        with params.to_module(self.actor_network, preserve_module_state=False):
+        with using(self.actor_network, params):
             return self.actor_network.get_dist(states.select(*self._actor_in_keys))
 
     # Reduction -----------------------------------------------------------------------------------

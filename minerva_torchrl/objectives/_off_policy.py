@@ -38,6 +38,7 @@ from minerva_torchrl.objectives.critics import (
 from minerva_torchrl.objectives.goals import CostLimit, Objective
 from minerva_torchrl.objectives.policies import policy_family
 from minerva_torchrl.objectives.specs import action_place, keys_without, resolve_action_spec
+from minerva_torchrl.objectives.swapping import using
 
 _Steps = TypeVar("_Steps", Tensor, TensorDictBase)
 
@@ -320,7 +321,7 @@ class OffPolicyLoss(DualLossModule):
         key, network = self._critic.value_key, self.qvalue_network
         if self.num_qvalue_nets > 1:
             return self._vmap_qvalue_network(inputs, params).get(key)
-        with params.to_module(network, preserve_module_state=False):
+        with using(network, params):
             return network(inputs).get(key).unsqueeze(0)
 
     def _critic_inputs(self, states: TensorDictBase) -> TensorDictBase:

@@ -24,6 +24,7 @@ from minerva_torchrl.objectives.checks import check_choice, check_positive, chec
 from minerva_torchrl.objectives.policies import policy_family
 from minerva_torchrl.objectives.reductions import explained_variance, masked_mean, masked_std
 from minerva_torchrl.objectives.specs import action_place, resolve_action_spec
+from minerva_torchrl.objectives.swapping import using
 
 _ESTIMATOR_ALIASES = {"returns": ValueEstimators.TD1, "dae": ValueEstimators.TD0}
 
@@ -164,7 +165,7 @@ class OnPolicyLoss(DualLossModule):
     def _critic_value(self, tensordict: TensorDictBase) -> Tensor:
         """Present value of each state, ``[*B, 1]``."""
         inputs = tensordict.select(*self.critic_network.in_keys)
-        with self.critic_network_params.to_module(self.critic_network, preserve_module_state=False):
+        with using(self.critic_network, self.critic_network_params):
             value = self.critic_network(inputs).get(self.tensor_keys.value)
         shape = (*tensordict.shape, 1)
         if value.shape != shape:

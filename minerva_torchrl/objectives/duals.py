@@ -89,7 +89,8 @@ class DualVariable(nn.Module):
         self.init = float(init)
         self.floor = float(floor)
         self.scale = scale
-        self._raw_floor = self._raw_from(self.floor)
+        self.raw_floor = self._raw_from(self.floor)
+        """What the floor is for the stored parameter."""
         self.raw = nn.Parameter(torch.empty(shape), requires_grad=learnable)
         self.reset_parameters()
 
@@ -108,7 +109,7 @@ class DualVariable(nn.Module):
     @torch.no_grad()
     def project_(self) -> None:
         """Put the parameter back above the floor. Call it after each optimiser step."""
-        self.raw.clamp_(min=self._raw_floor)
+        self.raw.clamp_(min=self.raw_floor)
 
     @torch.no_grad()
     def set_(self, value: Tensor) -> None:

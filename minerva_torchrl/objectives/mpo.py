@@ -15,7 +15,7 @@ from torchrl.data.tensor_specs import TensorSpec
 from minerva_torchrl.objectives import functional as F
 from minerva_torchrl.objectives._base import MAIN_OBJECTIVE
 from minerva_torchrl.objectives._off_policy import OffPolicyLoss
-from minerva_torchrl.objectives.checks import check_choice, check_count
+from minerva_torchrl.objectives.checks import check_choice, check_count, check_positive
 from minerva_torchrl.objectives.critics import Critic, expectation, resolve_critic
 from minerva_torchrl.objectives.e_steps import MPOEStep
 from minerva_torchrl.objectives.goals import CostLimit, Objective, resolve_objectives
@@ -114,6 +114,7 @@ class MPOLoss(OffPolicyLoss):
         loss_function (str): of a scalar critic: ``"l2"``, ``"l1"`` or ``"smooth_l1"``.
         critic (Critic, optional): what the outputs of the critic's network mean, one of
             :mod:`minerva_torchrl.objectives.critics`. Default: the value itself.
+        critic_coeff (float): weight of the critic's loss. Defaults to ``1``.
         objectives (mapping, optional): by name, objectives beside the return: a bound, an
             ``Objective`` or a ``CostLimit``. The critic's network writes the outputs of all values
             side by side, and the reward is a vector ``[*B, K]``, each with the return first.
@@ -211,6 +212,7 @@ class MPOLoss(OffPolicyLoss):
         sequence_steps: Literal["all", "first"] = "all",
         loss_function: Literal["l2", "l1", "smooth_l1"] = "l2",
         critic: Critic | None = None,
+        critic_coeff: float = 1.0,
         objectives: Mapping[str, float | Objective | CostLimit] | None = None,
         action_spec: TensorSpec | None = None,
         delay_actor: bool = True,
@@ -227,6 +229,7 @@ class MPOLoss(OffPolicyLoss):
         check_choice("temperature_update", temperature_update, ("gradient", "solve"))
         check_choice("policy_states", policy_states, ("next", "current", "both"))
         goals = resolve_objectives(objectives)
+        check_positive("critic_coeff", critic_coeff)
         super().__init__(
             actor_network,
             qvalue_network,
@@ -251,6 +254,7 @@ class MPOLoss(OffPolicyLoss):
         self.temperature_update = temperature_update
         self.policy_states = policy_states
         self.loss_function = loss_function
+        self.critic_coeff = critic_coeff
         solved = temperature_update == "solve"
         self._add_temperature(MAIN_OBJECTIVE, init_temperature, epsilon, solved=solved)
         self._add_objectives(goals, solved=solved)
@@ -307,29 +311,41 @@ class MPOLoss(OffPolicyLoss):
             ``loss_alpha_*`` per constraint, with an action penalty ``loss_penalty_temperature``,
             and the detached 0-d metrics of ``out_keys``.
         """
-        data, metrics_e_step = self._with_e_step(tensordict)
-        e_step = data.get("e_step")
-        loss_qvalue, metrics_qvalue = self._qvalue_loss(data)
-        dist, cross_entropy, divergences = self._m_step(e_step)
-        loss_actor = self._actor_loss(data, cross_entropy, divergences)
+        return self._forward(tensordict, with_metrics=True)
+
+    def training_loss(self, tensordict: TensorDictBase) -> TensorDict:
+        """The losses of :meth:`forward` without the metrics, for updates that nobody looks at."""
+        return self._forward(tensordict, with_metrics=False)
+
+    def _forward(self, tensordict: TensorDictBase, *, with_metrics: bool) -> TensorDict:
+        data, metrics = self._with_e_step(tensordict, with_metrics)
+        loss_qvalue, td_error, metrics_qvalue = self._qvalue_loss(data, with_metrics)
+        m_step = self._m_step(data.get("e_step"))
+        constraint_losses = self._constraint_losses(m_step[-1], data.get("e_step").mask)
         losses = {
             "loss_qvalue": loss_qvalue,
-            "loss_actor": loss_actor,
-            **self._dual_losses(data, divergences),
+            "loss_actor": self._actor_loss(data, m_step[1], constraint_losses),
+            **self._dual_losses(data, constraint_losses),
         }
-        self.set_priority(tensordict, metrics_qvalue.pop("td_error"))
-        metrics_actor = self._actor_metrics(e_step, dist, cross_entropy, divergences)
-        metrics = {**metrics_e_step, **metrics_actor, **metrics_qvalue, **self.dual_values()}
+        self.set_priority(tensordict, td_error)
+        if with_metrics:
+            metrics |= self._actor_metrics(data.get("e_step"), *m_step)
+            metrics |= {**metrics_qvalue, **self.dual_values()}
         return self._output(losses, metrics, tensordict, loss_qvalue.shape)
 
     # The update in parts -------------------------------------------------------------------------
 
     @torch.no_grad()
-    def e_step(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, dict[str, Tensor]]:
+    def e_step(
+        self, tensordict: TensorDictBase, *, with_metrics: bool = True
+    ) -> tuple[TensorDictBase, dict[str, Tensor]]:
         """Evaluate the target networks: the critic's target, and the weighted candidates.
 
         Args:
             tensordict (TensorDictBase): as in :meth:`forward`.
+
+        Keyword Args:
+            with_metrics (bool): evaluate the metrics, too. Defaults to ``True``.
 
         Returns:
             The steps that are trained on, with the entries ``value_target`` and ``e_step``
@@ -352,16 +368,18 @@ class MPOLoss(OffPolicyLoss):
                     mask=self._gather(mask),
                 )
             weights, dual, kl = temperature.weigh(score, log_prior)
-            if name == MAIN_OBJECTIVE:
-                metrics |= _weight_metrics(weights, samples, mask)
-            shown = "q" if name == MAIN_OBJECTIVE else name
-            metrics[f"kl_{shown}_rel"] = masked_mean(kl, mask) / temperature.epsilon
+            if with_metrics:
+                if name == MAIN_OBJECTIVE:
+                    metrics |= _weight_metrics(weights, samples, mask)
+                shown = "q" if name == MAIN_OBJECTIVE else name
+                metrics[f"kl_{shown}_rel"] = masked_mean(kl, mask) / temperature.epsilon
             duals[name] = TensorDict({"dual": dual, "kl": kl}, batch_size=mask.shape)
             total_weights = total_weights + weights
         for name in self.cost_multipliers:
             cost = samples.get(("costs", name))
             duals[name] = TensorDict({"cost": cost}, batch_size=mask.shape)
-            metrics[f"expected_{name}"] = masked_mean(cost, mask)
+            if with_metrics:
+                metrics[f"expected_{name}"] = masked_mean(cost, mask)
         e_step = MPOEStep(
             inputs=samples.get("inputs"),
             old_policy=samples.get("old_policy"),
@@ -382,9 +400,9 @@ class MPOLoss(OffPolicyLoss):
         if data.get("e_step", None) is None:  # the target is all that is needed of it
             self._check_input(tensordict)
             data = self._with_target(tensordict, self._sample_next_states(tensordict)[-1])
-        loss, metrics = self._qvalue_loss(data)
-        self.set_priority(tensordict, metrics["td_error"])
-        return loss, metrics
+        loss, td_error, metrics = self._qvalue_loss(data)
+        self.set_priority(tensordict, td_error)
+        return loss, {"td_error": td_error, **metrics}
 
     def actor_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss of the policy with the present multipliers, and its metrics.
@@ -393,9 +411,11 @@ class MPOLoss(OffPolicyLoss):
             tensordict (TensorDictBase): as in :meth:`forward`, or what :meth:`e_step` returned.
         """
         data, metrics = self._with_e_step(tensordict)
-        m_step = self._m_step(data.get("e_step"))
-        metrics |= self._actor_metrics(data.get("e_step"), *m_step)
-        return self._actor_loss(data, *m_step[1:]), metrics
+        e_step = data.get("e_step")
+        m_step = self._m_step(e_step)
+        metrics |= self._actor_metrics(e_step, *m_step)
+        constraint_losses = self._constraint_losses(m_step[-1], e_step.mask)
+        return self._actor_loss(data, m_step[1], constraint_losses), metrics
 
     def dual_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
         """Sum of the losses of temperatures and multipliers, and each of them by name.
@@ -406,7 +426,9 @@ class MPOLoss(OffPolicyLoss):
         data, _ = self._with_e_step(tensordict)
         with torch.no_grad():  # no gradient of the duals goes to the policy
             divergences = self._m_step(data.get("e_step"))[-1]
-        losses = self._dual_losses(data, divergences)
+        losses = self._dual_losses(
+            data, self._constraint_losses(divergences, data.get("e_step").mask)
+        )
         return torch.stack(list(losses.values())).sum(0), losses
 
     # Parts ---------------------------------------------------------------------------------------
@@ -418,7 +440,10 @@ class MPOLoss(OffPolicyLoss):
         cross_entropy = self.policy.cross_entropy(new, e_step.old_policy, e_step.statistics)
         return dist, cross_entropy, self.policy.divergences(new, e_step.old_policy)
 
-    def _qvalue_loss(self, data: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
+    def _qvalue_loss(
+        self, data: TensorDictBase, with_metrics: bool = True
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Loss of the critics, temporal difference error of each step, and metrics."""
         outputs = self._online_outputs(data)
         mask, weights = self._valid_mask(data), self._priority_weight(data)
         targets = data.get(self.tensor_keys.value_target)
@@ -433,27 +458,28 @@ class MPOLoss(OffPolicyLoss):
             with torch.no_grad():
                 value, mean = critic.mean(output), critic.target_mean(target)
                 errors.append((value - mean).abs().amax(0))
-                of_critic = {
-                    "pred_value": masked_mean(value.mean(0), mask),
-                    "target_value": masked_mean(mean, mask),
-                    **critic.metrics(),
-                }
-            metrics |= {_of_objective(key, name): x for key, x in of_critic.items()}
-        loss, error = (torch.stack(x) for x in (losses, errors))
-        error = error.amax(0) if mask is None else torch.where(mask, error.amax(0), 0.0)
-        return self._reduce(loss.sum(0), mask, weights), {"td_error": error, **metrics}
+                if with_metrics:
+                    of_critic = {
+                        "pred_value": masked_mean(value.mean(0), mask),
+                        "target_value": masked_mean(mean, mask),
+                        **critic.metrics(),
+                    }
+                    metrics |= {_of_objective(key, name): x for key, x in of_critic.items()}
+        loss, error = torch.stack(losses).sum(0), torch.stack(errors).amax(0)
+        error = error if mask is None else torch.where(mask, error, 0.0)
+        return self._reduce(self.critic_coeff * loss, mask, weights), error, metrics
 
     def _actor_loss(
-        self, data: TensorDictBase, cross_entropy: Tensor, divergences: dict[str, Tensor]
+        self,
+        data: TensorDictBase,
+        cross_entropy: Tensor,
+        constraint_losses: dict[str, tuple[Tensor, Tensor]],
     ) -> Tensor:
-        loss = cross_entropy
-        for name, constraint in self.constraints.items():
-            penalty, _ = constraint.losses(divergences[name])
-            loss = loss + penalty
-        return self._reduce_states(loss, data)
+        penalties = (penalty for penalty, _ in constraint_losses.values())
+        return self._reduce_states(sum(penalties, cross_entropy), data)
 
     def _dual_losses(
-        self, data: TensorDictBase, divergences: dict[str, Tensor]
+        self, data: TensorDictBase, constraint_losses: dict[str, tuple[Tensor, Tensor]]
     ) -> dict[str, Tensor]:
         of_states: dict[nn.Module, Tensor] = {}
         for name, temperature in self.temperatures.items():
@@ -462,9 +488,7 @@ class MPOLoss(OffPolicyLoss):
         for name, multiplier in self.cost_multipliers.items():
             of_states[multiplier] = multiplier.loss(data.get(("e_step", "duals", name, "cost")))
         for name, constraint in self.constraints.items():
-            kl = divergences[name]
-            mean_kl = self._mean_kl(kl, data.get("e_step").mask)
-            of_states[constraint] = constraint.losses(kl, mean_kl)[1]
+            of_states[constraint] = constraint_losses[name][1]
         return {
             f"loss_{name}": self._reduce_states(of_states[dual], data)
             for name, dual in self.duals.items()

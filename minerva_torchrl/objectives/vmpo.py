@@ -206,7 +206,9 @@ class VMPOLoss(OnPolicyLoss):
             scalar_output_mode=scalar_output_mode,
         )
         self.top_k_fraction = top_k_fraction
-        self.per_dim_constraining = per_dim_constraining
+        self.per_dim_constraining = any(
+            shape for _, shape in self.policy.constraint_kinds().values()
+        )
         self.temperature_update = temperature_update
         self.kl_samples = kl_samples
         self.old_policy = old_policy
@@ -238,7 +240,7 @@ class VMPOLoss(OnPolicyLoss):
         names = ("kl_{}", "kl_{}_rel", "kl_{}_selected", "penalty_{}")
         return (
             *("advantage_mean", "advantage_std", "advantage_threshold"),
-            *("advantage_std_over_temperature", "kl_q_rel", "ess", "selected_fraction"),
+            *("advantage_std_over_temperature", "kl_q_rel", "epsilon", "ess", "selected_fraction"),
             *("restarting_fraction", "importance_mean", "cross_entropy"),
             *self.policy.metric_keys,
             *(key.format(name) for name in self.constraints for key in names),
@@ -283,26 +285,33 @@ class VMPOLoss(OnPolicyLoss):
         return self._forward(tensordict, with_metrics=False)
 
     def _forward(self, tensordict: TensorDictBase, *, with_metrics: bool) -> TensorDict:
-        data, metrics = self._with_e_step(tensordict)
+        data, metrics = self._with_e_step(tensordict, with_metrics)
+        e_step = data.get("e_step")
         m_step, value = self._m_step(data), self._critic_value(data)
+        constraint_losses = self._constraint_losses(m_step[-1], e_step.mask)
         losses = {
-            "loss_actor": self._actor_loss(data.get("e_step"), *m_step[1:]),
+            "loss_actor": self._actor_loss(e_step, m_step[1], constraint_losses),
             "loss_critic": self._critic_loss(data, value),
-            **self._dual_losses(data.get("e_step"), m_step[-1]),
+            **self._dual_losses(e_step, constraint_losses),
         }
         if with_metrics:
-            metrics |= self._actor_metrics(data.get("e_step"), *m_step)
+            metrics |= self._actor_metrics(e_step, *m_step, constraint_losses)
             metrics |= {**self._critic_metrics(data, value), **self.dual_values()}
-        return self._output(losses, metrics if with_metrics else {}, tensordict, tensordict.shape)
+        return self._output(losses, metrics, tensordict, tensordict.shape)
 
     # The update in parts -------------------------------------------------------------------------
 
     @torch.no_grad()
-    def e_step(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, dict[str, Tensor]]:
+    def e_step(
+        self, tensordict: TensorDictBase, *, with_metrics: bool = True
+    ) -> tuple[TensorDictBase, dict[str, Tensor]]:
         """Select the best samples of the batch and weigh them.
 
         Args:
             tensordict (TensorDictBase): as in :meth:`forward`.
+
+        Keyword Args:
+            with_metrics (bool): evaluate the metrics, too. Defaults to ``True``.
 
         Returns:
             The batch without its next states, with the entry ``e_step`` (:class:`VMPOEStep`), and
@@ -347,19 +356,6 @@ class VMPOLoss(OnPolicyLoss):
         kl_samples = mask if self.kl_samples == "all" else selected
         kl_weight = kl_samples.to(weights.dtype) / kl_samples.sum().clamp_min(1)
 
-        threshold = torch.where(selected, advantage, torch.inf).amin()
-        ess = F.effective_sample_size(weights)
-        kl_to_prior = _kl(weights, prior / prior.sum().clamp_min(torch.finfo(prior.dtype).tiny))
-        ones = torch.ones_like(weights)
-        metrics |= {
-            "advantage_threshold": torch.where(selected.any(), threshold, 0.0),
-            "advantage_std_over_temperature": masked_std(advantage, mask) / temperature(),
-            "kl_q_rel": kl_to_prior / temperature.epsilon,
-            "ess": torch.where(ess.isfinite(), ess, 0.0),
-            "selected_fraction": masked_mean(selected.to(weights.dtype), mask),
-            "restarting_fraction": 1 - masked_mean(usable.to(weights.dtype), mask),
-            "importance_mean": masked_mean(ones if importance is None else importance, mask),
-        }
         e_step = VMPOEStep(
             policy_weight=self._own(weights * num_valid, tensordict),
             kl_weight=self._own(kl_weight * num_valid, tensordict),
@@ -370,8 +366,23 @@ class VMPOLoss(OnPolicyLoss):
             kl=kl.expand(tensordict.shape),
             batch_size=tensordict.shape,
         )
-        data = tensordict.exclude("next")
-        data.set("e_step", e_step)
+        data = tensordict.exclude("next").set("e_step", e_step)
+        if not with_metrics:
+            return data, {}
+        threshold = torch.where(selected, advantage, torch.inf).amin()
+        ess = F.effective_sample_size(weights)
+        kl_to_prior = _kl(weights, prior / prior.sum().clamp_min(torch.finfo(prior.dtype).tiny))
+        ones = torch.ones_like(weights)
+        metrics |= {
+            "advantage_threshold": torch.where(selected.any(), threshold, 0.0),
+            "advantage_std_over_temperature": masked_std(advantage, mask) / temperature(),
+            "kl_q_rel": kl_to_prior / temperature.epsilon,
+            "epsilon": temperature.epsilon.clone(),  # it may follow a schedule
+            "ess": torch.where(ess.isfinite(), ess, 0.0),
+            "selected_fraction": masked_mean(selected.to(weights.dtype), mask),
+            "restarting_fraction": 1 - masked_mean(usable.to(weights.dtype), mask),
+            "importance_mean": masked_mean(ones if importance is None else importance, mask),
+        }
         return data, metrics
 
     def actor_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
@@ -381,9 +392,10 @@ class VMPOLoss(OnPolicyLoss):
             tensordict (TensorDictBase): as in :meth:`forward`.
         """
         data, metrics = self._with_e_step(tensordict)
-        m_step = self._m_step(data)
-        metrics |= self._actor_metrics(data.get("e_step"), *m_step)
-        return self._actor_loss(data.get("e_step"), *m_step[1:]), metrics
+        e_step, m_step = data.get("e_step"), self._m_step(data)
+        constraint_losses = self._constraint_losses(m_step[-1], e_step.mask)
+        metrics |= self._actor_metrics(e_step, *m_step, constraint_losses)
+        return self._actor_loss(e_step, m_step[1], constraint_losses), metrics
 
     def dual_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
         """Sum of the losses of temperature and multipliers, and each of them by name.
@@ -394,7 +406,8 @@ class VMPOLoss(OnPolicyLoss):
         data, _ = self._with_e_step(tensordict)
         with torch.no_grad():  # no gradient of the duals goes to the policy
             divergences = self._m_step(data)[-1]
-        losses = self._dual_losses(data.get("e_step"), divergences)
+        e_step = data.get("e_step")
+        losses = self._dual_losses(e_step, self._constraint_losses(divergences, e_step.mask))
         return torch.stack(list(losses.values())).sum(0), losses
 
     def networks_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
@@ -404,8 +417,10 @@ class VMPOLoss(OnPolicyLoss):
             tensordict (TensorDictBase): as in :meth:`forward`.
         """
         data, _ = self._with_e_step(tensordict)
+        _, neg_log_prob, divergences = self._m_step(data)
+        constraint_losses = self._constraint_losses(divergences, data.get("e_step").mask)
         losses = {
-            "loss_actor": self._actor_loss(data.get("e_step"), *self._m_step(data)[1:]),
+            "loss_actor": self._actor_loss(data.get("e_step"), neg_log_prob, constraint_losses),
             "loss_critic": self._critic_loss(data, self._critic_value(data)),
         }
         return torch.stack(list(losses.values())).sum(0), losses
@@ -420,20 +435,22 @@ class VMPOLoss(OnPolicyLoss):
         return dist, -log_prob, self.policy.divergences(self.policy.describe(dist), old_policy)
 
     def _actor_loss(
-        self, e_step: VMPOEStep, neg_log_prob: Tensor, divergences: dict[str, Tensor]
+        self,
+        e_step: VMPOEStep,
+        neg_log_prob: Tensor,
+        constraint_losses: dict[str, tuple[Tensor, Tensor]],
     ) -> Tensor:
         loss = _weighted(e_step.policy_weight, neg_log_prob)
-        for name, constraint in self.constraints.items():
-            penalty, _ = constraint.losses(divergences[name])
+        for penalty, _ in constraint_losses.values():
             loss = loss + _weighted(e_step.kl_weight, penalty)
         return self._reduce(loss, e_step.mask)
 
-    def _dual_losses(self, e_step: VMPOEStep, divergences: dict[str, Tensor]) -> dict[str, Tensor]:
+    def _dual_losses(
+        self, e_step: VMPOEStep, constraint_losses: dict[str, tuple[Tensor, Tensor]]
+    ) -> dict[str, Tensor]:
         temperature = self.temperatures[MAIN_OBJECTIVE]
         losses = {"loss_temperature": self._mean(temperature.loss(e_step.dual, e_step.kl))}
-        for name, constraint in self.constraints.items():
-            kl = divergences[name]
-            _, loss = constraint.losses(kl, self._mean_kl(kl, e_step.mask))
+        for name, (_, loss) in constraint_losses.items():
             weighted = _weighted(e_step.kl_weight, loss)
             losses[f"loss_alpha_{name}"] = self._reduce(weighted, e_step.mask)
         return losses
@@ -508,6 +525,7 @@ class VMPOLoss(OnPolicyLoss):
         dist: D.Distribution,
         neg_log_prob: Tensor,
         divergences: dict[str, Tensor],
+        constraint_losses: dict[str, tuple[Tensor, Tensor]],
     ) -> dict[str, Tensor]:
         mask, selected = e_step.mask, e_step.selected
         cross_entropy = _weighted(e_step.policy_weight, neg_log_prob)
@@ -516,7 +534,7 @@ class VMPOLoss(OnPolicyLoss):
             kl = divergences[name].mean(-1)
             of_all, of_selected = masked_mean(kl, mask), masked_mean(kl, selected)
             constrained = of_all if self.kl_samples == "all" else of_selected
-            penalty, _ = constraint.losses(divergences[name])
+            penalty, _ = constraint_losses[name]
             metrics |= {
                 f"kl_{name}": of_all,
                 f"kl_{name}_selected": of_selected,

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from minerva_torchrl.algorithms.vmpo import VMPOConfig
     from minerva_torchrl.runs.callbacks import Callback
     from minerva_torchrl.runs.checkpoints import Checkpoint, CheckpointStore, open_checkpoint
-    from minerva_torchrl.runs.cli import evaluate_main, train
+    from minerva_torchrl.runs.cli import train
     from minerva_torchrl.runs.evaluation import Evaluation, evaluate
     from minerva_torchrl.runs.load import TrainedPolicy, load_policy
     from minerva_torchrl.runs.manifest import CheckpointError
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
         parse_config,
         register_configs,
     )
-    from minerva_torchrl.runs.start import train_main
+    from minerva_torchrl.runs.start import evaluate_main, train_main
     from minerva_torchrl.runs.strict import ConfigError
 
 __all__ = [
@@ -59,13 +59,13 @@ _PLACES = {
     "algorithms.vmpo": ("VMPOConfig",),
     "runs.callbacks": ("Callback",),
     "runs.checkpoints": ("Checkpoint", "CheckpointStore", "open_checkpoint"),
-    "runs.cli": ("evaluate_main", "train"),
+    "runs.cli": ("train",),
     "runs.evaluation": ("Evaluation", "evaluate"),
     "runs.load": ("TrainedPolicy", "load_policy"),
     "runs.manifest": ("CheckpointError",),
     "runs.run": ("Run", "resume_run"),
     "runs.settings": ("check_overrides", "load_config", "parse_config", "register_configs"),
-    "runs.start": ("train_main",),
+    "runs.start": ("evaluate_main", "train_main"),
     "runs.strict": ("ConfigError",),
 }
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import random
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 import numpy as np
 import torch
-from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModule
-from torch import nn
+from tensordict.nn import ProbabilisticTensorDictSequential
 from torchrl.data import TensorDictReplayBuffer
 from torchrl.envs import TransformedEnv
 from torchrl.objectives.common import LossModule
@@ -21,6 +20,8 @@ from minerva_torchrl.runs.parts import UserParts, find_parts
 from minerva_torchrl.runs.sizes import check_memory
 from minerva_torchrl.runs.strict import ConfigError
 from minerva_torchrl.trainers import DirectCollector
+from minerva_torchrl.trainers.compiled import CompiledGradients, why_not
+from minerva_torchrl.trainers.stepping import GuardedStepper
 
 __all__ = [
     "Assembly",
@@ -29,11 +30,14 @@ __all__ = [
     "make_actor_and_loss",
     "make_evaluation_env",
     "make_training_env",
+    "resolve_compile",
     "resolve_device",
 ]
 
 # Runs have seeds such as 0, 1, 2; those of their evaluations are far away from all of them.
 _EVALUATION_SEED = 1_000_003
+# Gradient steps after which half a minute of compiling is earned back, with a margin.
+_STEPS_WORTH_COMPILING = 20_000
 
 
 @dataclass
@@ -65,6 +69,7 @@ def assemble(config: RunConfig, parts: UserParts | None = None) -> Assembly:
     """
     parts = find_parts(config) if parts is None else parts
     device = resolve_device(config.device)
+    torch.backends.cudnn.deterministic = config.deterministic
     torch.manual_seed(config.seed)
     # Not used here, but some environments do.
     random.seed(config.seed)
@@ -76,8 +81,6 @@ def assemble(config: RunConfig, parts: UserParts | None = None) -> Assembly:
         raise ConfigError(problems)
     check_memory(config, env)
     loss = make_actor_and_loss(config, env, device, parts)
-    if config.compile.enabled:
-        _compile_networks(loss, config.compile.mode)
     collector = DirectCollector(
         env,
         loss.actor_network,
@@ -99,6 +102,10 @@ def assemble(config: RunConfig, parts: UserParts | None = None) -> Assembly:
         )
     except (ValueError, TypeError) as error:
         raise ConfigError([f"optim: {error}"]) from error
+    if resolve_compile(config)[0].compile.enabled:
+        trainer.optimization_stepper.compiled = CompiledGradients(config.compile.mode)
+    if isinstance(trainer.optimization_stepper, GuardedStepper):
+        trainer.optimization_stepper.reports_param_delta = config.logger.param_delta
     return Assembly(env, collector, loss, trainer, replay_buffer)
 
 
@@ -115,6 +122,32 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
+def resolve_compile(config: RunConfig, *, resumed: bool = False) -> tuple[RunConfig, str | None]:
+    """Settings in which ``compile.enabled`` is true or false, and a line for the user if it helps.
+
+    It depends on the settings and on whether there is a compiler, never on a timing, so that the
+    same command gives the same run.
+
+    Args:
+        config (RunConfig): the settings.
+
+    Keyword Args:
+        resumed (bool): whether the run goes on, with what it came to when it began. Then a missing
+            compiler is no error. Defaults to ``False``.
+    """
+    enabled, note = config.compile.enabled, None
+    automatic = enabled == "auto"
+    if automatic:  # networks of the user's may do what can't be traced
+        own_networks = config.network.factory is None
+        enabled = own_networks and config.compilable_steps >= _STEPS_WORTH_COMPILING
+    missing = why_not(resolve_device(config.device).type) if enabled else None
+    if missing is not None:
+        if not (automatic or resumed):
+            raise ConfigError([f"compile.enabled=true is not possible here: {missing}."])
+        enabled, note = False, f"updates are not compiled, which would be faster: {missing}"
+    return replace(config, compile=replace(config.compile, enabled=bool(enabled))), note
+
+
 # Environments ------------------------------------------------------------------------------------
 
 
@@ -122,6 +155,8 @@ def make_training_env(config: RunConfig, parts: UserParts) -> TransformedEnv:
     """The environment to collect from, ``[num_envs]``."""
     arguments = asdict(config.env)
     reward_scaling = arguments.pop("reward_scaling", False)
+    scaling_gamma = arguments.pop("reward_scaling_gamma", None)
+    scaling_reset = arguments.pop("reward_scaling_reset", "done")
     for name in ("name", "factory", "kwargs", "wrappers"):
         del arguments[name]
     simulator, kwargs = parts.simulator(config, video=False)
@@ -144,7 +179,8 @@ def make_training_env(config: RunConfig, parts: UserParts) -> TransformedEnv:
             raise
         raise ConfigError([f"env.kwargs: {error}"]) from error
     if reward_scaling:
-        env.append_transform(ReturnStdScaling(config.loss.gamma))
+        gamma = config.loss.gamma if scaling_gamma is None else scaling_gamma
+        env.append_transform(ReturnStdScaling(gamma, reset=scaling_reset))
     return env
 
 
@@ -193,13 +229,3 @@ def make_actor_and_loss(
         return algorithm.make_loss(actor.to(device), critics if several else critics[0])
     except (ValueError, TypeError, NotImplementedError) as error:
         raise ConfigError([f"{title}: {error}"]) from error
-
-
-def _compile_networks(loss: LossModule, mode: str) -> None:
-    for name in ("actor_network", "critic_network", "qvalue_network"):
-        network = getattr(loss, name, None)
-        for module in () if network is None else network.modules():
-            if isinstance(module, TensorDictModule) and not isinstance(
-                module.module, (nn.ModuleList, TensorDictModule)
-            ):
-                module.module.compile(mode=mode)

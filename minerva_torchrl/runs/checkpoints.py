@@ -87,7 +87,9 @@ class Checkpoint:
         try:
             with open_file(file) as stream:
                 check_archive(stream)
-                return torch.load(stream, map_location="cpu", weights_only=True)
+                value = torch.load(stream, map_location="cpu", weights_only=True)
+                _check_items(value, os.fstat(stream.fileno()).st_size)
+                return value
         except (pickle.UnpicklingError, zipfile.BadZipFile):
             # PyTorch's message is long, and its advice is to load the file without safety.
             raise CheckpointError(
@@ -352,6 +354,18 @@ def _follow(link: Path) -> Path:
         if link.name in _PREFIXES and (os.sep in target or (link.parent / target).is_symlink()):
             raise CheckpointError(f"{link}: is a link to {target}, which is not beside it.")
     return link.resolve()
+
+
+def _check_items(value: Any, most: int) -> None:
+    """Raise if there are more items than bytes they came from: lists that hold others twice."""
+    waiting, count = [value], 0
+    while waiting:
+        item = waiting.pop()
+        if isinstance(item, (list, tuple, dict)):
+            count += len(item)
+            if count > most:
+                raise pickle.UnpicklingError
+            waiting += item.values() if isinstance(item, dict) else item
 
 
 # Writing -----------------------------------------------------------------------------------------

@@ -66,9 +66,14 @@ def train_main(
     if "--help" in arguments or "-h" in arguments:
         sys.stdout.write(_help(folder, name, arguments))
         return
+    sys.argv[1:] = arguments  # where Hydra looks for them
+    program = hydra.main(version_base="1.3", config_path=folder, config_name=name)(train)
+    if not {"-m", "--multirun"} & {*arguments}:
+        program()
+        return
     with tempfile.TemporaryDirectory() as private:  # where Hydra notes what a sweep consists of
-        sys.argv[1:] = [*arguments, f"hydra.sweep.dir={hydra_text(private)}"]
-        hydra.main(version_base="1.3", config_path=folder, config_name=name)(train)()
+        sys.argv.append(f"hydra.sweep.dir={hydra_text(private)}")
+        program()
 
 
 def train(config: DictConfig) -> None:
@@ -97,7 +102,8 @@ def train(config: DictConfig) -> None:
         if run is None or not run.saved_frames:
             _write("Stopped.")
         else:
-            _write(f"Stopped. Saved at {run.saved_frames:,} frames.", f"  {run.resume_command()}")
+            saved = f"Stopped. The last checkpoint has {run.saved_frames:,} frames. Go on with:"
+            _write(saved, f"  {run.resume_command()}")
         raise SystemExit(130) from None
     except (NonFiniteError, EnvironmentFailure, PolicyFailure) as error:
         lines = [f"error: {error}"]

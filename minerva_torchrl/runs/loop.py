@@ -75,6 +75,10 @@ class TrainingLoop:
         self._trainer.register_op("post_optim_complete_log", self._after_updates)
         if run.callbacks and self._steps_are_seen:
             self._trainer.register_op("post_optim", self._after_update)
+            self._trainer.optimization_stepper.metrics_interval = 1  # they see every update
+        compiled = getattr(self._trainer.optimization_stepper, "compiled", None)
+        if compiled is not None:
+            compiled.announce = self._progress.write
         # The last hook of this stage: the one that gives the weights to the collector came before.
         self._trainer.register_op("post_steps", self._after_batch)
         if run.stop_reason is None:
@@ -120,7 +124,7 @@ class TrainingLoop:
         # it has collected for the next one is in its checkpoint.
         if run.is_complete or self._is_due(config.logger.interval):
             self._write_metrics()
-        if run.is_complete or self._is_due(config.eval.interval):
+        if run.is_complete or self._is_due(config.frames_per_evaluation):
             self._evaluate()
         if self._is_ending() or self._is_due(config.checkpoint.interval):
             self._save()
@@ -144,6 +148,7 @@ class TrainingLoop:
             "updates_per_second": self._progress.updates_per_second,
         }
         row = self._metrics.take()
+        row |= self._trainer.optimization_stepper.learning_rates if self._steps_are_seen else {}
         row["skipped_frames"] = skipped.skipped_frames
         row["skipped_batches"] = skipped.skipped_batches
         row["skipped_updates"] = skipped.skipped_updates

@@ -21,7 +21,7 @@ class MetricsBuffer:
         >>> metrics.add_losses(TensorDict({"loss_actor": torch.tensor(1.0)}))
         >>> metrics.add_losses(TensorDict({"loss_actor": torch.tensor(2.0)}))
         >>> metrics.take()
-        {'episode_return': None, 'episode_length': None, 'loss_actor': 1.5}
+        {'episode_return': None, 'episode_length': None, 'loss_actor': 1.5, 'loss_total': 1.5}
     """
 
     def __init__(self) -> None:
@@ -79,9 +79,17 @@ class MetricsBuffer:
         if self._losses:
             mean = TensorDict.stack(self._losses).mean(0)
             values = torch.stack([value.double() for value in mean.values()])
-            row |= dict(zip(mean.keys(), values.tolist(), strict=True))
+            row |= _with_sums(dict(zip(mean.keys(), values.tolist(), strict=True)))
         self._returns, self._lengths, self._losses = [], [], []
         return row
+
+
+def _with_sums(means: dict[str, float]) -> dict[str, float]:
+    """Metrics, and the sums of the losses of networks and of dual variables, if there are any."""
+    losses = {name: value for name, value in means.items() if name.startswith("loss_")}
+    duals = [losses.pop(name) for name in [*losses] if "alpha" in name or "temperature" in name]
+    total = {"loss_total": sum(losses.values())} if losses else {}
+    return {**means, **total, **({"loss_dual": sum(duals)} if duals else {})}
 
 
 def _mean(values: list[float]) -> float | None:

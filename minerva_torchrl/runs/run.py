@@ -15,7 +15,12 @@ import torch
 
 from minerva_torchrl.algorithms import RunConfig
 from minerva_torchrl.runs import snapshot
-from minerva_torchrl.runs.assemble import assemble, make_evaluation_env, resolve_device
+from minerva_torchrl.runs.assemble import (
+    assemble,
+    make_evaluation_env,
+    resolve_compile,
+    resolve_device,
+)
 from minerva_torchrl.runs.callbacks import Callback
 from minerva_torchrl.runs.checkpoints import Checkpoint, CheckpointError, open_checkpoint
 from minerva_torchrl.runs.folder import (
@@ -138,6 +143,10 @@ class Run:
         self.callbacks = tuple(find_callbacks(config) if callbacks is None else callbacks)
         parts = find_parts(config, networks=networks, make_env=make_env)
         _check_requirements(config)
+        self.config, note = resolve_compile(config, resumed=not self._new)
+        config = self.config
+        if note is not None:
+            self._stream.write(f"{note}\n")
         # TorchRL's notes would tear the progress bar.
         logging.getLogger("torchrl").setLevel(logging.WARNING)
         torch.set_num_threads(config.num_threads)

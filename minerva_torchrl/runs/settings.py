@@ -43,7 +43,7 @@ _CHANGEABLE = ("total_frames", *_EXECUTION, "eval.video")
 # Sections that may have settings of any name.
 _FREE_SECTIONS = ("env.kwargs", "network.critic_kwargs", "loss.objectives")
 # Settings that have no influence on what a run learns.
-_WITHOUT_INFLUENCE = (*_EXECUTION, "eval.", "run_dir", "resume", "trust")
+_WITHOUT_INFLUENCE = (*_EXECUTION, "compile.", "eval.", "run_dir", "resume", "trust")
 # What reading settings that nobody wrote on purpose ends in.
 _UNUSABLE = (
     YAMLError,
@@ -100,8 +100,11 @@ def load_config(run_dir: Path) -> RunConfig:
         algo = settings["algo"]
         if algo in ALGORITHMS:
             _rename(settings, ALGORITHMS[algo].renamed)
+            # What the file lacks did not exist then, so it is not what a preset says today.
+            earlier = asdict(ALGORITHMS[algo].config_class())
             for name, value in ALGORITHMS[algo].earlier.items():
-                settings = _merge(_set({}, name, value), settings)
+                _set(earlier, name, value)
+            settings = _merge(earlier, settings)
         # Whether the folder is trusted is not for the folder to say.
         return parse_config(algo, {**settings, "trust": False})
     except FileNotFoundError:

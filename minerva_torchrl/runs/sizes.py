@@ -85,11 +85,12 @@ def check_memory(config: RunConfig, env: EnvBase) -> None:
 def _check(needs: list[tuple[str, float]]) -> None:
     total, free = sum(size for _, size in needs), free_memory()
     if total > free:
-        what, most = max(needs, key=lambda need: need[1])
+        needs = sorted(needs, key=lambda need: -need[1])
+        large = [f"{what} {_gigabytes(size)}" for what, size in needs if size > 0.1 * total]
         raise ConfigError(
             [
-                f"{what} needs about {_gigabytes(most)}, all together {_gigabytes(total)}, and "
-                f"{_gigabytes(free)} of memory are free."
+                f"there is not enough memory: the run needs about {_gigabytes(total)}, and "
+                f"{_gigabytes(free)} are free. What needs most: {', '.join(large)}."
             ]
         )
 

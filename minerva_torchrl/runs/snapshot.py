@@ -145,13 +145,13 @@ def restore(
             f"{', '.join(sorted(missing))}."
         )
     with _explained(checkpoint):
-        bad = not_finite(parts)
-        if bad is not None:
-            raise CheckpointError(f"{checkpoint.path} can't be resumed from: {bad} is not finite.")
         _check_fits(assembly.loss, parts["model"]["loss"], checkpoint)
         _check_environments(assembly, parts["environment"], checkpoint)
         _check_callbacks(callbacks, parts["training"], checkpoint)
-        _check_structure(assembly, callbacks, parts, checkpoint)
+        _check_structure(assembly, parts, checkpoint)
+        bad = not_finite(parts)
+        if bad is not None:
+            raise CheckpointError(f"{checkpoint.path} can't be resumed from: {bad} is not finite.")
         _restore_model(assembly.loss, assembly.env, parts["model"])
         if "replay" in parts and assembly.replay_buffer is not None:
             _restore_replay(assembly.replay_buffer, parts["replay"])
@@ -252,18 +252,13 @@ def _check_callbacks(
         )
 
 
-def _check_structure(
-    assembly: Assembly,
-    callbacks: Sequence[Callback],
-    parts: Mapping[str, Any],
-    checkpoint: Checkpoint,
-) -> None:
+def _check_structure(assembly: Assembly, parts: Mapping[str, Any], checkpoint: Checkpoint) -> None:
     """Compare names, types and shapes with those of a run that has just been made."""
     if parts["training"].get("frames") != checkpoint.frames:
         raise ValueError(f"training.frames is not that of the checkpoint, {checkpoint.frames}")
-    template = capture(assembly, callbacks)
+    template = capture(assembly, episodes=parts["environment"]["simulators"] is not None)
     copies = tuple(assembly.env.batch_size)
-    waiting = template["environment"]["carrier"]["entries"]
+    waiting = template["environment"]["carrier"].get("entries", {})
 
     def check_carrier(entries: Any) -> None:
         path = "environment.carrier.entries"

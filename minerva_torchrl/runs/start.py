@@ -15,7 +15,7 @@ from minerva_torchrl.algorithms.config import RunConfig
 from minerva_torchrl.runs.settings import default_run_dir, explicit_overrides, hydra_text
 from minerva_torchrl.runs.settings_file import read_settings_text
 
-__all__ = ["first_line", "quiet_interrupts", "train_main"]
+__all__ = ["evaluate_main", "first_line", "quiet_interrupts", "train_main"]
 
 
 def train_main(
@@ -39,6 +39,21 @@ def train_main(
         from minerva_torchrl.runs import cli
 
         cli.train_main(algo, given, config_dir=config_dir)
+
+
+def evaluate_main(arguments: Sequence[str] | None = None, *, prog: str | None = None) -> None:
+    """Evaluate the policy of a run as the command line says.
+
+    Args:
+        arguments (sequence of str, optional): defaults to those of the command line.
+
+    Keyword Args:
+        prog (str, optional): how the help calls the program.
+    """
+    with quiet_interrupts():
+        from minerva_torchrl.runs import cli
+
+        cli.evaluate_main(arguments, prog=prog)
 
 
 def first_line(config: RunConfig, run_dir: Path | str, *, resumed: bool = False) -> str:

@@ -24,6 +24,7 @@ from minerva_torchrl.trainers.stepping import GuardedStepper, NonFiniteError
 __all__ = [
     "FiniteBatches",
     "ReplayMemory",
+    "SeparateHardUpdate",
     "make_target_updater",
     "refuse_random_frames",
     "run_first",
@@ -34,8 +35,39 @@ _TRAJECTORY = ("collector", "traj_ids")
 _IDS_PER_GAP = 2**40  # more than a collector gives out
 
 
+class SeparateHardUpdate(HardUpdate):
+    """Copies to target networks, to that of the policy at a period of its own.
+
+    Args:
+        loss (LossModule): a loss with target networks.
+
+    Keyword Args:
+        period (int): copy at every ``period``-th call of ``step()``.
+        actor_period (int): that of the policy.
+    """
+
+    def __init__(self, loss: LossModule, *, period: int, actor_period: int) -> None:
+        super().__init__(loss, value_network_update_interval=period - 1)
+        self.period, self.actor_period = period, actor_period
+
+    def step(self) -> None:
+        """Count an update, and copy the networks that are due."""
+        self.counter += 1
+        for name, source in self._sources.items():
+            period = self.actor_period if name == "actor_network_params" else self.period
+            if self.counter % period == 0:
+                self._step(source, self._targets.get(f"target_{name}"))
+
+    def _step(self, p_source: Any, p_target: Any) -> None:
+        p_target.data.copy_(p_source.data)
+
+
 def make_target_updater(
-    loss: LossModule, *, period: int | None = None, tau: float | None = None
+    loss: LossModule,
+    *,
+    period: int | None = None,
+    tau: float | None = None,
+    actor_period: int | None = None,
 ) -> TargetNetUpdater:
     """The updater of a loss's target networks: a copy every so often, or a moving average.
 
@@ -45,18 +77,24 @@ def make_target_updater(
     Keyword Args:
         period (int, optional): copy the networks at every ``period``-th call of ``step()``.
         tau (float, optional): at every call, move the targets by this fraction.
+        actor_period (int, optional): with ``period``, that of the policy if it differs.
 
     Returns:
         TorchRL's :class:`~torchrl.objectives.HardUpdate` or
-        :class:`~torchrl.objectives.SoftUpdate`.
+        :class:`~torchrl.objectives.SoftUpdate`, or :class:`SeparateHardUpdate`.
     """
     if (period is None) == (tau is None):
         raise ValueError(f"exactly one of period and tau must be given, got {period} and {tau}.")
     if tau is not None:
         check_fraction("tau", tau)
+        if actor_period is not None:
+            raise ValueError(f"actor_period is for period, not for tau; got {actor_period}.")
         return SoftUpdate(loss, tau=tau)
     check_count("period", period)
     assert period is not None
+    if actor_period is not None:
+        check_count("actor_period", actor_period)
+        return SeparateHardUpdate(loss, period=period, actor_period=actor_period)
     # HardUpdate(n) copies at every call n + 1.
     return HardUpdate(loss, value_network_update_interval=period - 1)
 

@@ -63,6 +63,8 @@ class MPOOptimizationStepper(GuardedStepper):
         clip_actor (float, optional): largest gradient norm of the policy. Defaults to ``40``.
         clip_dual (float, optional): largest joint gradient norm of the duals. A joint norm lets a
             large temperature gradient shrink the multipliers' steps, so the default is ``None``.
+        metrics_interval (int): evaluate losses and metrics with every so many-th update, beginning
+            with the first; the others return nothing. Defaults to ``1``.
 
     Examples:
         >>> from tensordict import TensorDict
@@ -107,7 +109,9 @@ class MPOOptimizationStepper(GuardedStepper):
         clip_critic: float | None = 40.0,
         clip_actor: float | None = 40.0,
         clip_dual: float | None = None,
+        metrics_interval: int = 1,
     ) -> None:
+        check_count("metrics_interval", metrics_interval)
         check_count("num_policy_steps", num_policy_steps)
         check_choice("dual_order", dual_order, ("simultaneous", "dual_first"))
         clips = {"clip_critic": clip_critic, "clip_actor": clip_actor, "clip_dual": clip_dual}
@@ -132,6 +136,7 @@ class MPOOptimizationStepper(GuardedStepper):
         self.clip_critic = clip_critic
         self.clip_actor = clip_actor
         self.clip_dual = clip_dual
+        self.metrics_interval = metrics_interval
 
     def step(self, trainer: Any, sub_batch: TensorDictBase) -> TensorDict:
         """One update inside a TorchRL ``Trainer``, with the priorities of its replay buffer."""
@@ -149,32 +154,35 @@ class MPOOptimizationStepper(GuardedStepper):
         loss: Any = learner.loss_module
         self._refuse_unreduced(loss)
         undo = Undo(loss.solved_parameters())
+        with_metrics = self._updates % self.metrics_interval == 0
         if self.num_policy_steps == 1 and self.dual_order == "simultaneous":
-            losses = learner.compute_loss(batch)
             clips = {
                 "optimizer_critic": self.clip_critic,
                 "optimizer_actor": self.clip_actor,
                 "optimizer_dual": self.clip_dual,
             }
-            taken = self._backward(losses, clips)
+            method = None if with_metrics else "training_loss"
+            losses, taken = self._evaluate(learner, batch, method, clips)
             for name in clips:
                 self._step_if(taken, name)
             loss.project_duals_()
         else:
-            losses, taken = self._update_in_parts(learner, batch)
+            losses, taken = self._update_in_parts(learner, batch, with_metrics)
         undo.unless(taken)
         self._count(taken)
+        if not with_metrics:
+            return TensorDict()
         # The duals as they are now.
         return losses.detach().update(loss.dual_values())
 
     def _update_in_parts(
-        self, learner: Learner, batch: TensorDictBase
+        self, learner: Learner, batch: TensorDictBase, with_metrics: bool
     ) -> tuple[TensorDict, Tensor]:
         """Critic, duals and policy one after the other, the policy several times."""
         loss: Any = learner.loss_module
         dual_first = self.dual_order == "dual_first"
         undo = Undo((), self.optimizer_dual)
-        data, metrics = loss.e_step(batch)
+        data, metrics = loss.e_step(batch, with_metrics=with_metrics)
         self.optimizer_actor.zero_grad()
         loss_qvalue, metrics_qvalue = learner.compute_loss(data, "qvalue_loss")
         taken = self._backward(loss_qvalue, {"optimizer_critic": self.clip_critic})

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -119,7 +118,7 @@ class PPOOptimizationStepper(GuardedStepper):
             losses_only = not may_be_last and isinstance(loss, DirectClipPPOLoss)
             method = "losses" if losses_only else None
             outputs = [
-                self._take_step(learner.compute_loss(minibatch, method))
+                self._take_step(learner, minibatch, method)
                 # One copy of everything, so that the minibatches can be views.
                 for minibatch in frames[order].split(self.minibatch_size)
             ]
@@ -154,13 +153,14 @@ class PPOOptimizationStepper(GuardedStepper):
         needed += [keys.advantage, keys.value_target, keys.value, *loss._loss_mask_keys()]
         return rollout.select(*needed, strict=False).reshape(-1)
 
-    def _take_step(self, output: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def _take_step(
+        self, learner: Learner, minibatch: TensorDictBase, method: str | None
+    ) -> TensorDict:
         """One step on the loss of a minibatch, unless it is not finite; returns it detached."""
-        losses = [value for name, value in output.items() if name.startswith("loss_")]
-        taken = self._backward(torch.stack(losses).sum(), {"optimizer": self.clip})
+        losses, taken = self._evaluate(learner, minibatch, method, {"optimizer": self.clip})
         self._step_if(taken, "optimizer")
         self._count(taken)
-        return {name: value.detach() for name, value in output.items()}
+        return losses
 
     def _mean_over_processes(self, x: Tensor) -> Tensor:
         """So that all of them stop, or none."""

@@ -14,6 +14,7 @@ from torchrl.objectives.common import LossModule
 from torchrl.trainers.trainers import OptimizationStepper
 
 from minerva_torchrl.objectives.checks import check_choice
+from minerva_torchrl.trainers.compiled import CompiledGradients, clip_gradients, sum_of_losses
 
 __all__ = [
     "GuardedStepper",
@@ -84,6 +85,11 @@ class GuardedStepper(OptimizationStepper):
         self.latest = TensorDict()
         """What the latest step inside a trainer returned; the trainer may average into it later."""
         self._group: dist.ProcessGroup | None = None
+        self.compiled: CompiledGradients | None = None
+        """What evaluates losses and gradients as one compiled graph, if that is wanted."""
+        self.metrics_interval = 1
+        """Updates from one that returns losses and metrics to the next."""
+        self._updates = 0
         self._skips = (0, 0, 0)  # in all, in a row until now, most in a row
         self._uncounted: tuple[Tensor, ...] = ()  # flags of the latest updates, still on the device
 
@@ -112,6 +118,8 @@ class GuardedStepper(OptimizationStepper):
         parameters = [parameter.detach() for parameter in actor.parameters()]
         before = [parameter.clone() for parameter in parameters]
         metrics = self._update(learner, batch)
+        if metrics.is_empty():
+            return metrics
         change = torch._foreach_sub(parameters, before)
         return metrics.set("param_delta", nn.utils.get_total_norm(change))
 
@@ -120,9 +128,40 @@ class GuardedStepper(OptimizationStepper):
 
     # One backward pass ---------------------------------------------------------------------------
 
+    def _evaluate(
+        self,
+        learner: Learner,
+        batch: TensorDictBase,
+        method: str | None,
+        clips: Mapping[str, float | None],
+    ) -> tuple[TensorDict, Tensor]:
+        """Losses of a batch, and their gradients where the optimisers look for them.
+
+        Args:
+            learner (Learner): evaluates the loss.
+            batch (TensorDictBase): the batch.
+            method (str, optional): method of the loss. By default the loss itself is called.
+            clips (mapping): as in :meth:`_backward`.
+
+        Returns:
+            The losses with whatever metrics there are, detached, and whether losses and gradients
+            are finite, in all processes, 0-d.
+        """
+        # The gradients of several processes are averaged by hooks of their backward pass.
+        if self.compiled is None or self._group is not None:
+            losses = learner.compute_loss(batch, method)
+            finite = self._backward(losses, clips)
+            return TensorDict({name: x.detach() for name, x in losses.items()}), finite
+        groups = [(_parameters(self._optimizers[name]), clip) for name, clip in clips.items()]
+        result = self.compiled(learner.loss_module, batch, method, groups)
+        parameters = (parameter for group, _ in groups for parameter in group)
+        for parameter, gradient in zip(parameters, result.gradients, strict=True):
+            parameter.grad = gradient
+        return TensorDict(result.losses), result.finite
+
     def _backward(
         self,
-        losses: TensorDictBase | Tensor,
+        losses: Mapping[str, Tensor] | TensorDictBase | Tensor,
         clips: Mapping[str, float | None],
         *,
         add: bool = False,
@@ -142,19 +181,14 @@ class GuardedStepper(OptimizationStepper):
             Whether the losses and all gradients are finite, in all processes, 0-d.
         """
         if not isinstance(losses, Tensor):
-            entries = [x for name, x in losses.items() if name.startswith("loss_")]
-            losses = torch.stack(entries).sum()
+            losses = sum_of_losses(losses)
         for name in () if add else clips:
             self._optimizers[name].zero_grad()
         losses.backward()
         total = losses.detach()
         for name, clip in clips.items():
             parameters = _parameters(self._optimizers[name])
-            gradients = [p.grad for p in parameters if p.grad is not None]
-            norm = nn.utils.get_total_norm(gradients)
-            if clip is not None:
-                nn.utils.clip_grads_with_norm_(parameters, clip, norm)
-            total = total + norm
+            total = total + clip_gradients([p.grad for p in parameters if p.grad is not None], clip)
         return self._in_all_processes(total.isfinite())
 
     def _step_if(self, taken: Tensor, name: str, *, lr_scale: float = 1.0) -> None:
@@ -236,7 +270,7 @@ class GuardedStepper(OptimizationStepper):
     def state_dict(self) -> dict[str, Any]:
         """State of the optimisers, and the counters of updates left out."""
         state: dict[str, Any] = {n: opt.state_dict() for n, opt in self._optimizers.items()}
-        state["skips"] = self._tally()
+        state["skips"], state["updates"] = self._tally(), self._updates
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
@@ -245,9 +279,11 @@ class GuardedStepper(OptimizationStepper):
             optimizer.load_state_dict(state_dict[name])
         total, in_a_row, longest = map(int, state_dict.get("skips") or (0, 0, 0))
         self._skips, self._uncounted = (total, in_a_row, longest), ()
+        self._updates = int(state_dict.get("updates", 0))
 
     def _count(self, taken: Tensor) -> None:
         """Count an update, as left out unless a 0-d flag is true."""
+        self._updates += 1
         self._uncounted = (*self._uncounted, taken.reshape(1))
         if len(self._uncounted) >= _FLAGS_KEPT:
             self._uncounted = (torch.cat(self._uncounted),)
@@ -321,7 +357,7 @@ def scale_of_lr(scaling: LRScaling | None, num_policy_steps: int) -> float:
 
 def _rate_name(optimizer: str, group: Mapping[str, Any], index: int) -> str:
     default = optimizer.replace("optimizer", "lr") + f"_{index}" * (index > 0)
-    return f"lr_{group['name']}" if "name" in group else default
+    return f"lr_{group['name']}".rstrip("_") if "name" in group else default
 
 
 def _parameters(optimizer: Optimizer) -> list[Tensor]:

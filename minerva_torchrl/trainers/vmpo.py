@@ -166,8 +166,9 @@ class VMPOOptimizationStepper(GuardedStepper):
         """All losses, one backward pass, all optimisers; left out unless ``taken``."""
         clips = {"optimizer": self.clip, **self._dual_clips(first)}
         # Nobody sees the metrics of the other steps.
-        losses = learner.compute_loss(minibatch, None if with_metrics else "training_loss")
-        taken = taken & self._backward(losses, clips)
+        method = None if with_metrics else "training_loss"
+        losses, finite = self._evaluate(learner, minibatch, method, clips)
+        taken = taken & finite
         self._step_all(taken, clips)
         learner.loss_module.project_duals_()
         return taken, losses

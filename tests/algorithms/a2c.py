@@ -11,7 +11,7 @@ from torchrl.objectives import A2CLoss, ValueEstimators
 from torchrl.trainers import OptimizationStepper, Trainer
 
 from minerva_torchrl.algorithms import Preset
-from minerva_torchrl.algorithms.common import adam
+from minerva_torchrl.algorithms.common import make_optimizer
 from minerva_torchrl.algorithms.config import LossConfig, OptimConfig, arguments_of
 from minerva_torchrl.algorithms.on_policy import OnPolicyAlgorithm, OnPolicyConfig
 from minerva_torchrl.trainers.hooks import FiniteBatches, weights_to_collector
@@ -31,7 +31,6 @@ class A2COptimConfig(OptimConfig):
 
     lr: float = 1e-3
     """Learning rate."""
-    adam_eps: float = 1e-5
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,8 @@ class A2C(OnPolicyAlgorithm[A2CConfig]):
         return loss
 
     def make_trainer(self, loss: A2CLoss, replay_buffer: None, **arguments: Any) -> Trainer:
-        optimizer = adam(loss.parameters(), self.config.optim.lr, self.config.optim.adam_eps)
+        optim = self.config.optim
+        optimizer = make_optimizer({"": (loss.parameters(), optim.lr)}, optim, eps=optim.adam_eps)
         trainer = Trainer(
             optimization_stepper=OneStep(optimizer), optim_steps_per_batch=1, **arguments
         )

@@ -72,7 +72,7 @@ def test_is_reported() -> None:
 def test_its_settings_are_checked_and_explained(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["train", "a2c", "optim.lr_actor=1"])
-    message = "no setting 'optim.lr_actor'. Allowed: optim.lr, optim.adam_eps."
+    message = "no setting 'optim.lr_actor'. Allowed: optim.optimizer, optim.momentum, optim.adam_"
     assert message in capsys.readouterr().err
     with pytest.raises(SystemExit):
         main(["train", "a2c", "optim.lr=0", "run_dir=x"])

@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import importlib
+import math
 import os
 import pkgutil
 import random
@@ -98,7 +99,10 @@ def groups(names: list[str]) -> dict[str, ModuleType]:
 
 def all_cases(modules: dict[str, ModuleType], seed: int, quick: bool) -> Iterator[tuple[str, Case]]:
     for group, module in modules.items():
-        for case in module.cases(random.Random(f"{seed} {group}"), quick):
+        rng = random.Random(f"{seed} {group}")
+        found = list(module.cases(rng, quick))
+        rng.shuffle(found)
+        for case in found:
             yield group, case
 
 
@@ -108,6 +112,7 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="fewer cases, at most five minutes")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--jobs", type=int, default=2)
+    parser.add_argument("--minutes", type=float, default=math.inf, help="begin no case after them")
     args = parser.parse_args()
     torch.set_num_threads(1)
     begin = time.monotonic()
@@ -118,7 +123,8 @@ def main() -> int:
     more = True
     while more or running:
         while more and len(running) < args.jobs:
-            following = next(waiting, None)
+            late = time.monotonic() - begin > 60 * args.minutes
+            following = None if late else next(waiting, None)
             more = following is not None
             if following is not None:
                 running.append(Running(*following))
@@ -139,8 +145,11 @@ def main() -> int:
     for group, (tried, broken) in counts.items():
         sys.stdout.write(f"{group:<28}{tried:>7}{tried - broken:>7}{broken:>8}\n")
     minutes = (time.monotonic() - begin) / 60
+    left = sum(1 for _ in waiting)
     sys.stdout.write(f"seed {args.seed}, {minutes:.1f} minutes\n")
-    return int(any(broken for _, broken in counts.values()))
+    if left:
+        sys.stdout.write(f"{left} cases were not tried, because the time was up\n")
+    return int(any(broken for _, broken in counts.values()) or left > 0)
 
 
 if __name__ == "__main__":

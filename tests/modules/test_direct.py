@@ -7,11 +7,10 @@ from typing import Any
 import pytest
 import torch
 from tensordict import TensorDict
-from tensordict.nn import TensorDictModule, TensorDictParams, set_skip_existing
+from tensordict.nn import TensorDictModule, set_skip_existing
 from torch import nn
 
 from minerva_torchrl.modules import DirectModule
-from minerva_torchrl.modules.direct import using
 
 
 def data() -> TensorDict:
@@ -103,24 +102,3 @@ def test_wrong_number_of_outputs() -> None:
 def test_does_not_convert(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(TensorDict, "from_any", lambda *_: pytest.fail("converted"))
     DirectModule(lambda x: (x + 1, x + 2), ["x"], ["y", "z"])(data())
-
-
-class TestUsing:
-    def test_own_parameters_are_not_exchanged(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        module = nn.Linear(2, 2)
-        own = TensorDictParams(TensorDict.from_module(module), no_convert=True)
-        monkeypatch.setattr(
-            TensorDictParams, "to_module", lambda *_, **__: pytest.fail("exchanged")
-        )
-        with using(module, own):
-            assert module.weight is own["weight"]
-
-    @pytest.mark.parametrize(
-        "module", [nn.Linear(2, 2), nn.BatchNorm1d(2)], ids=["other", "buffers"]
-    )
-    def test_others_are(self, module: nn.Module) -> None:
-        own = module.weight
-        params = TensorDictParams(TensorDict.from_module(module).apply(torch.zeros_like))
-        with using(module, params):
-            assert not module.weight.any()
-        assert module.weight is own

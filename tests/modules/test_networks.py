@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import math
 from typing import Any
 
 import pytest
@@ -17,6 +18,8 @@ from minerva_torchrl.modules import (
     DirectModule,
     GaussianPolicy,
     StateActionCritic,
+    StateIndependentScale,
+    TanhInterval,
     networks,
 )
 
@@ -247,3 +250,71 @@ class TestChunks:
 def test_rejects(make, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         make()
+
+
+class TestVariants:
+    @pytest.mark.parametrize("activation", ["elu", "relu", "tanh"])
+    @pytest.mark.parametrize("layer_norm", [False, True])
+    def test_torso(self, activation: Any, layer_norm: bool) -> None:
+        torso = ControlTorso(3, (8, 6), activation=activation, layer_norm=layer_norm).double()
+        x = torch.randn(7, 3, dtype=torch.float64)
+        function = {"elu": nn.functional.elu, "relu": torch.relu, "tanh": torch.tanh}[activation]
+        hidden = torso.first(x)
+        if layer_norm:
+            hidden = torch.tanh(nn.functional.layer_norm(hidden, (8,)))
+        else:
+            hidden = function(hidden)
+        (last,) = (layer for layer in torso.rest if isinstance(layer, nn.Linear))
+        torch.testing.assert_close(torso(x), function(last(hidden)))
+        with torch.no_grad():
+            torch.testing.assert_close(torso(x), function(last(hidden)))
+
+    def test_critic_without_layer_norm(self) -> None:
+        critic = StateActionCritic(3, 2, (8, 6), activation="relu", layer_norm=False).double()
+        observation, action = torch.randn(5, 3).double(), torch.randn(20, 5, 2).double()
+        expanded = observation.expand(20, 5, 3)
+        expected = critic.head(critic.torso(torch.cat([expanded, action], -1)))
+        torch.testing.assert_close(critic(expanded, action), expected)
+        with torch.no_grad():
+            torch.testing.assert_close(critic(expanded, action), expected)
+
+    def test_exponential_scale_between_bounds(self) -> None:
+        policy = GaussianPolicy(
+            3, 3, (8,), scale_function="exp", init_scale=0.5, min_scale=0.1, max_scale=2.0
+        )
+        nn.init.zeros_(policy.scale.weight)
+        policy.scale.bias.data = torch.tensor([0.3, -1e4, 1e4])
+        _, scale = policy(torch.randn(5, 3))
+        expected = torch.tensor([0.5 * math.exp(0.3), 0.1, 2.0])
+        torch.testing.assert_close(scale, expected.expand(5, 3))
+        scale.sum().backward()
+        assert policy.scale.bias.grad.tolist() == pytest.approx([5 * expected[0].item(), 0.0, 0.0])
+
+    def test_softplus_scale_has_a_ceiling(self) -> None:
+        policy = GaussianPolicy(3, 2, (8,), max_scale=1.0)
+        nn.init.constant_(policy.scale.bias, 50.0)
+        assert policy(torch.randn(5, 3))[1].eq(1).all()
+
+    def test_free_scale_between_bounds(self) -> None:
+        head = StateIndependentScale(nn.Linear(3, 3), 3, min_scale=0.1, max_scale=2.0)
+        head.log_scale.data = torch.tensor([0.3, -50.0, 50.0])
+        _, scale = head(torch.randn(5, 3))
+        torch.testing.assert_close(scale[0], torch.tensor([math.exp(0.3), 0.1, 2.0]))
+
+    @pytest.mark.parametrize("arguments", [{"min_scale": 0.9}, {"max_scale": 0.2}])
+    def test_initial_scale_outside_the_bounds(self, arguments: dict[str, float]) -> None:
+        with pytest.raises(ValueError, match=r"init_scale must lie between .*, got 0.5, "):
+            GaussianPolicy(3, 2, (8,), init_scale=0.5, **arguments)
+
+    def test_bounded_mean(self) -> None:
+        low, high = torch.tensor([-1.0, 0.0]), torch.tensor([1.0, 4.0])
+        policy = GaussianPolicy(3, 2, (8,), loc_activation=TanhInterval(low, high))
+        observation = torch.randn(5, 3)
+        loc, _ = policy(observation)
+        raw = policy.loc(policy.torso(observation))
+        torch.testing.assert_close(loc, low + (high - low) * (raw.tanh() + 1) / 2)
+        assert not [name for name in policy.state_dict() if "loc_activation" in name]
+
+    def test_interval_without_end(self) -> None:
+        with pytest.raises(ValueError, match="low and high must be finite"):
+            TanhInterval(torch.zeros(1), torch.tensor([math.inf]))

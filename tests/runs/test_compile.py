@@ -1,39 +1,130 @@
-"""The section ``compile``."""
+"""The section ``compile``: when updates are compiled, and that runs are then as exact as ever."""
 
 from __future__ import annotations
 
+import functools
+import io
 from pathlib import Path
+from typing import Any
 
 import pytest
-from torch import nn
 
-from minerva_torchrl.runs.assemble import assemble
-from tests.runs.tiny import make_run, tiny_config
+from minerva_torchrl.runs import assemble as assembling
+from minerva_torchrl.runs.assemble import assemble, resolve_compile
+from minerva_torchrl.runs.settings import affects_learning, load_config
+from minerva_torchrl.runs.strict import ConfigError
+from minerva_torchrl.trainers.compiled import CompiledGradients
+from tests.runs.test_resume import assert_resumes
+from tests.runs.tiny import make_resumed, make_run, tiny_config
 
 ALGOS = ["mpo", "vmpo", "ppo"]
+LONG = {"total_frames": 10_000_000}
 
-# Of torch's own parts when its compiler is imported.
-pytestmark = pytest.mark.filterwarnings(
-    r"ignore:`torch\.jit\.script_method` is deprecated:DeprecationWarning"
-)
+# Of torch's own parts when its compiler is imported, and of TensorDict's.
+pytestmark = [
+    pytest.mark.filterwarnings(r"ignore:`torch\.jit\.script_method` is deprecated"),
+    pytest.mark.filterwarnings(r"ignore:Using lock_\(\) inside a compiled graph:UserWarning"),
+    pytest.mark.filterwarnings(r"ignore:.*_dynamo\.config:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore::FutureWarning"),
+]
 
 
-def compiled(module: nn.Module) -> list[nn.Module]:
-    return [child for child in module.modules() if child._compiled_call_impl is not None]
+@pytest.fixture
+def compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assembling, "why_not", lambda device: None)
 
 
+@pytest.fixture
+def no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(assembling, "why_not", lambda device: "no C++ compiler was found")
+
+
+def resolved(algo: str, *, resumed: bool = False, **changes: Any) -> tuple[bool | str, str | None]:
+    config, note = resolve_compile(tiny_config(algo, **changes), resumed=resumed)
+    return config.compile.enabled, note
+
+
+@pytest.mark.usefixtures("compiler")
+class TestAuto:
+    @pytest.mark.parametrize("algo", ALGOS)
+    def test_for_long_runs_only(self, algo: str) -> None:
+        assert resolved(algo) == (False, None)
+        assert resolved(algo, **LONG) == (True, None)
+
+    @pytest.mark.parametrize(
+        ("algo", "changes"),
+        [
+            ("mpo", {"optim__dual_order": "dual_first"}),
+            ("mpo", {"optim__num_policy_steps": 2}),
+            ("vmpo", {"optim__dual_order": "dual_first"}),
+            ("ppo", {"network__factory": "my.networks:make"}),
+        ],
+    )
+    def test_only_what_can_be_traced(self, algo: str, changes: dict[str, Any]) -> None:
+        assert resolved(algo, **LONG, **changes) == (False, None)
+
+    def test_counts_gradient_steps(self) -> None:
+        config = tiny_config("ppo", total_frames=1000, env__frame_skip=2)
+        assert config.compilable_steps == 10 * 2 * 2  # batches, epochs, minibatches
+        assert tiny_config("vmpo", total_frames=990).compilable_steps == 20 * 2
+        assert tiny_config("mpo", total_frames=1000).compilable_steps == 50 * 2
+
+    def test_is_stored_as_what_it_came_to(self, tmp_path: Path) -> None:
+        make_run(tiny_config("ppo"), tmp_path).train()
+        assert load_config(tmp_path).compile.enabled is False
+
+
+@pytest.mark.usefixtures("no_compiler")
+class TestWithoutCompiler:
+    def test_auto_says_why(self) -> None:
+        enabled, note = resolved("mpo", **LONG)
+        assert not enabled
+        assert note is not None
+        assert note.endswith("no C++ compiler was found")
+
+    def test_true_is_refused(self) -> None:
+        with pytest.raises(ConfigError, match=r"compile\.enabled=true.*no C\+\+ compiler"):
+            resolved("mpo", compile__enabled=True)
+
+    def test_resumed_runs_go_on(self, tmp_path: Path) -> None:
+        assert resolved("mpo", resumed=True, compile__enabled=True)[1] is not None
+        make_run(tiny_config("ppo", total_frames=100), tmp_path).train()
+        settings = tmp_path / "config.yaml"
+        settings.write_text(settings.read_text().replace("enabled: false", "enabled: true"))
+        stream = io.StringIO()
+        run = make_resumed(tmp_path, stream, total_frames=200)
+        assert run.assembly.trainer.optimization_stepper.compiled is None
+        run.train()
+        assert stream.getvalue().count("no C++ compiler was found") == 1
+
+
+def test_true_is_refused_where_nothing_would_be_compiled() -> None:
+    with pytest.raises(ConfigError, match=r"compile\.enabled=true is for updates taken as a whole"):
+        tiny_config("mpo", compile__enabled=True, optim__dual_order="dual_first")
+
+
+@pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("algo", ALGOS)
-def test_networks_are_compiled_if_asked_for(algo: str) -> None:
-    names = ("actor_network", "critic_network", "qvalue_network")
+def test_steppers_are_compiled_if_asked_for(algo: str) -> None:
     for enabled in (False, True):
-        loss = assemble(tiny_config(algo, compile__enabled=enabled)).loss
-        networks = [getattr(loss, name) for name in names if hasattr(loss, name)]
-        assert len(networks) == 2
-        assert [len(compiled(network)) for network in networks] == ([1, 1] if enabled else [0, 0])
+        config = tiny_config(algo, compile__enabled=enabled, compile__mode="reduce-overhead")
+        compiled = assemble(config).trainer.optimization_stepper.compiled
+        assert (compiled is not None) == enabled
+        assert compiled is None or compiled.mode == "reduce-overhead"
+
+
+def test_rounding_is_no_other_setting() -> None:
+    assert not affects_learning("compile.enabled")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("algo", ALGOS)
-def test_compiled_runs(algo: str, tmp_path: Path) -> None:
-    summary = make_run(tiny_config(algo, compile__enabled=True), tmp_path).train()
-    assert summary["final_return"] is not None
+@pytest.mark.parametrize(
+    ("algo", "backend"), [("mpo", "inductor"), *((a, "aot_eager") for a in ALGOS)]
+)
+def test_resumes_exactly(
+    algo: str, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A compiled run that is killed and resumed ends like one that is not, to the last bit."""
+    compiled = functools.partial(CompiledGradients, backend=backend)
+    monkeypatch.setattr(assembling, "CompiledGradients", compiled)
+    assert_resumes(tmp_path, algo, 180, checkpoint__interval=140, compile__enabled=True)

@@ -140,7 +140,10 @@ def test_help(algo: str, workplace: Path, capsys: pytest.CaptureFixture[str]) ->
         (["loss.epsilon=high"], "error: loss.epsilon must be a number, got 'high' (str)."),
         (["preset=unknown"], "error: preset must be one of default, minerva-seed, acme, "),
         (["env.name=cheeta-run"], "error: env.name: there is no environment 'cheeta-run'. Did you"),
-        (["network.policy=categorical"], "error: loss: network.policy=categorical does not fit"),
+        (
+            ["env.name=gym:CartPole-v1", "network.policy=full_covariance"],
+            "error: loss: network.policy=full_covariance does not fit a task",
+        ),
         (["device=nonsense"], "error: device 'nonsense' can't be used here"),
         (["eval.episodes=0"], "error: eval.episodes must be positive, got 0."),
         (["seed=-1", "total_frames=0"], "error: seed must be between 0"),

@@ -16,6 +16,7 @@ from minerva_torchrl.objectives.critics import (
     TwoHotCritic,
 )
 from minerva_torchrl.runs import load_policy, parse_config
+from tests.runs.test_parts import go_on
 from tests.runs.tiny import assert_same_parameters, column, nested, resume, tiny_config, train
 
 CARTPOLE = {"env.name": "gym:CartPole-v1"}
@@ -39,7 +40,10 @@ def test_train_resume_and_act(member: str, tmp_path: Path) -> None:
     trust = {"trust": True} if "env.wrappers" in changes else {}
     train(tmp_path / "whole", "mpo", **changes)
     train(tmp_path / "parts", "mpo", **{**changes, "total_frames": 100})
-    resume(tmp_path / "parts", total_frames=200)
+    if trust:
+        go_on(tmp_path / "parts", **trust).train()
+    else:
+        resume(tmp_path / "parts", total_frames=200)
     assert_same_parameters(tmp_path / "whole", tmp_path / "parts")
     assert np.isfinite(column(tmp_path / "whole" / "metrics.csv", "loss_qvalue")[-1])
     policy = load_policy(tmp_path / "whole", **trust)

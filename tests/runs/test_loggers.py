@@ -150,3 +150,55 @@ def test_wandb_tells_runs_of_a_sweep_apart(
     assert ids[0] != ids[1]
     assert [offline_runs(tmp_path / name) for name in ("x_0", "x_1")] == [[ids[0]], [ids[1]]]
     assert not was_called(server)
+
+
+# Failures ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("backend", "logger", "advice"),
+    [
+        ("tensorboard", "TensorboardLogger", "What helps: logger.backend=csv needs nothing."),
+        ("wandb", "WandbLogger", "logger.mode=offline needs none"),
+    ],
+)
+def test_a_logger_that_can_not_be_made(
+    backend: str, logger: str, advice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip(backend)
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise OSError("No API key\nconfigured.")
+
+    monkeypatch.setattr(f"minerva_torchrl.runs.loggers.{logger}", fail)
+    run = make_run(tiny_config("vmpo", logger__backend=backend), tmp_path / "run")
+    with pytest.raises(ConfigError) as error:
+        run.train()
+    text = str(error.value)
+    assert text.startswith(f"logger.backend={backend} can't be used: No API key configured. What")
+    assert advice in text
+    assert len(text.splitlines()) == 1
+
+
+def test_a_folder_of_the_logger_that_is_a_file(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    (tmp_path / "tensorboard").touch()
+    with pytest.raises(ConfigError, match=r"logger\.backend=tensorboard can't be used"):
+        make_logger(LoggerConfig(backend="tensorboard"), tmp_path, {})
+
+
+@pytest.mark.parametrize("method", ["add_scalar", "close"])
+def test_a_logger_that_fails_is_switched_off(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("tensorboard")
+
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(f"torch.utils.tensorboard.SummaryWriter.{method}", fail)
+    run = train(tmp_path, "vmpo", logger__backend="tensorboard")
+    shown = run._stream.getvalue()
+    assert shown.count("warning: TensorboardLogger failed and is switched off") == 1
+    assert "No space left on device" in shown
+    assert run.frames == 200

@@ -43,6 +43,15 @@ def test_multipliers_stepped_first_before_there_was_a_choice(file: Path) -> None
     assert config.loss.epsilon == written(file)["loss"]["epsilon_eta"]
 
 
+def test_a_preset_of_today_changes_no_older_run() -> None:
+    """Its networks were others, before there was a choice."""
+    config = load_config(RESULTS[0].parents[1] / "mpo-cartpole-swingup-minerva-seed-0")
+    assert config.preset == "minerva-seed"
+    assert (config.network.scale, config.network.initializer) == ("softplus", "small_heads")
+    assert not config.loss.truncation_is_terminal
+    assert parse_config("mpo", {"preset": "minerva-seed"}).network.scale == "exp"
+
+
 def test_new_runs_step_all_together() -> None:
     assert parse_config("vmpo", {}).optim.dual_order == "simultaneous"
     assert parse_config("vmpo", {"preset": "minerva-seed"}).optim.dual_order == "dual_first"

@@ -1,10 +1,15 @@
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
+from torchrl.modules import TanhNormal
 from torchrl.objectives import HardUpdate, SoftUpdate
 
 from minerva_torchrl.algorithms import ALGORITHMS
+from minerva_torchrl.envs import ReturnStdScaling, RunningObservationNorm
+from minerva_torchrl.modules import TanhInterval
 from minerva_torchrl.presets import PRESETS, mpo_preset, ppo_preset, vmpo_preset
 from minerva_torchrl.runs import parse_config
 from minerva_torchrl.runs.assemble import Assembly, assemble
@@ -28,9 +33,12 @@ def test_has_no_problems_and_names_settings_only(algo: str, name: str) -> None:
     assert list(config.problems()) == []
     assert config.preset == name
     for section, values in PRESETS[algo][name].settings().items():
+        found = getattr(config, section)
+        if not isinstance(values, dict):
+            assert found == values
+            continue
         for key, value in values.items():
-            found = getattr(getattr(config, section), key)
-            assert found == (tuple(value) if isinstance(value, list) else value)
+            assert getattr(found, key) == (tuple(value) if isinstance(value, list) else value)
 
 
 @pytest.mark.parametrize("algo", list(PRESETS))
@@ -49,6 +57,12 @@ def test_lookups_by_name() -> None:
     assert ppo_preset("default") is PRESETS["ppo"]["default"]
     with pytest.raises(ValueError, match="acme"):
         ppo_preset("acme")
+
+
+@pytest.mark.parametrize("algo", list(PRESETS))
+def test_the_reference_evaluates_150_times(algo: str) -> None:
+    config = parse_config(algo, {"preset": "minerva-seed", "total_frames": 500_000})
+    assert (config.frames_per_evaluation, config.eval.episodes) == (3333, 50)
 
 
 # What they come to -------------------------------------------------------------------------------
@@ -71,7 +85,8 @@ def test_acme() -> None:
     assert loss.temperature().item() == pytest.approx(10.0)
     assert loss.penalty_temperature().item() == pytest.approx(10.0)
     assert loss.alpha_stddev().unique().tolist() == pytest.approx([1000.0])
-    assert trainer.optim_steps_per_batch == 10
+    assert (trainer.optim_steps_per_batch, loss.critic_coeff) == (1, 0.5)
+    assert assembly.actor(assembly.env.reset())["scale"].mean().item() == pytest.approx(0.7, 0.1)
     assert trainer.warmup_frames == 1000
     assert assembly.replay_buffer.batch_size == 256
     assert isinstance(trainer.target_net_updater, HardUpdate)
@@ -90,6 +105,10 @@ def test_tonic() -> None:
     assert assembly.loss.policy_states == "current"
     assert assembly.loss.temperature().item() == pytest.approx(1.3133)
     assert assembly.trainer.optim_steps_per_batch == 50
+    policy = assembly.actor.module[0].module
+    assert isinstance(policy.loc_activation, TanhInterval)
+    assert isinstance(policy.torso.rest[0], torch.nn.ReLU)
+    assert any(isinstance(t, RunningObservationNorm) for t in assembly.env.transform)
 
 
 def test_minerva_seed_of_mpo() -> None:
@@ -107,6 +126,11 @@ def test_minerva_seed_of_mpo() -> None:
     assert (loss.policy_states, loss.sequence_steps) == ("current", "first")
     assert loss.num_action_samples == 64
     assert loss.value_estimator.gamma == pytest.approx(0.98)
+    assert (loss.tensor_keys.terminated, stepper.lr_scaling) == ("done", "1/M")
+    policy = assembly.actor.module[0].module
+    assert (policy.scale_function, policy.init_scale) == ("exp", 1.0)
+    assert (policy.min_scale, policy.max_scale) == (math.exp(-20), math.exp(2))
+    assert policy.loc.weight.std().item() == pytest.approx(1 / 16, rel=0.2)  # 256 inputs
 
 
 def test_every_dual_is_optimised_once() -> None:
@@ -128,6 +152,11 @@ def test_minerva_seed_of_vmpo() -> None:
     assert (loss.temperature_update, loss.kl_samples) == ("gradient", "selected")
     assert loss.top_k_fraction == 0.7
     assert not loss.per_dim_constraining
+    data = assembly.actor(assembly.env.reset())
+    assert isinstance(assembly.actor.get_dist(data), TanhNormal)
+    assert data["scale"].unique().numel() == data["scale"].numel()
+    (scaling,) = (t for t in assembly.env.transform if isinstance(t, ReturnStdScaling))
+    assert (scaling.gamma, scaling.reset_rule) == (0.98, "termination")
 
 
 def test_default_of_vmpo_solves_the_temperature() -> None:
@@ -155,7 +184,11 @@ def test_vmpo_bounds_each_dimension_of_gaussian_policies(
 
 
 def test_minerva_seed_of_ppo() -> None:
-    stepper = build("ppo", "minerva-seed").trainer.optimization_stepper
+    assembly = build("ppo", "minerva-seed")
+    assert torch.backends.cudnn.deterministic
+    (scaling,) = (t for t in assembly.env.transform if isinstance(t, ReturnStdScaling))
+    assert (scaling.gamma, scaling.reset_rule) == (0.99, "termination")
+    stepper = assembly.trainer.optimization_stepper
     assert rates(stepper.optimizer) == [2e-4]
     assert stepper.optimizer.param_groups[0]["eps"] == 1e-5
     assert (stepper.num_epochs, stepper.minibatch_size, stepper.target_kl) == (10, 32, None)

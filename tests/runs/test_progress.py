@@ -304,9 +304,9 @@ def on_terminal(columns: int, clock: Clock, monkeypatch: pytest.MonkeyPatch) -> 
     [
         (0, "1m25s<2m45s, 80 frames/s, 40 updates/s, return 612, eval 701"),  # it does not say
         (200, "1m25s<2m45s, 80 frames/s, 40 updates/s, return 612, eval 701"),
-        (86, "1m25s<2m45s, 80 fps, 40 upd/s, return 612, eval 701"),
-        (72, "1m25s<2m45s, 80 fps, return 612, eval 701"),
-        (60, "1m25s<2m45s, 80 fps, eval 701"),
+        (80, "1m25s<2m45s, 80 frames/s, return 612, eval 701"),
+        (66, "1m25s<2m45s, 80 frames/s, eval 701"),
+        (54, "1m25s<2m45s, 80 frames/s"),
         (45, "1m25s<2m45s"),
     ],
 )

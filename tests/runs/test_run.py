@@ -43,6 +43,7 @@ SUMMARY = [
     "frames",
     "final_return",
     "best_return",
+    "skipped_frames",
     "wall_seconds",
     "frames_per_second",
     "updates_per_second",

@@ -34,7 +34,12 @@ from tests.runs.tiny import content, make_run, nested, tiny_config
             r"there is no setting 'sead'. Did you mean seed\? Allowed: algo, preset,",
         ),
         ("mpo", "optim.lr_acto", 1e-3, "no setting 'optim.lr_acto'. Did you mean optim.lr_actor"),
-        ("mpo", "optim.xyz", 1, "no setting 'optim.xyz'. Allowed: optim.updates_per_frame, "),
+        (
+            "mpo",
+            "optim.xyz",
+            1,
+            "no setting 'optim.xyz'. Allowed: optim.optimizer, optim.momentum, ",
+        ),
         ("ppo", "replay_buffer.size", 10, "there is no setting 'replay_buffer'. "),
         (
             "vmpo",
@@ -45,7 +50,6 @@ from tests.runs.tiny import content, make_run, nested, tiny_config
         ("mpo", "env.reward_scaling", True, "there is no setting 'env.reward_scaling'. "),
         # An integer.
         ("mpo", "seed", 1.5, r"seed must be an integer, got 1.5 \(float\)"),
-        ("mpo", "seed", 1.0, r"seed must be an integer, got 1.0 \(float\)"),
         ("mpo", "seed", True, r"seed must be an integer, got True \(bool\)"),
         ("mpo", "seed", "1", r"seed must be an integer, got '1' \(str\)"),
         ("mpo", "total_frames", None, "total_frames must be an integer, got null"),
@@ -147,7 +151,7 @@ IMPOSSIBLE: list[tuple[str, dict[str, Any], str]] = [
     ("mpo", {"optim.lr_actor": 0.0}, "optim.lr_actor must be positive, got 0.0"),
     ("mpo", {"optim.lr_temperature": -1e-3}, "optim.lr_temperature must be positive, got -0.001"),
     ("mpo", {"optim.adam_eps": 0.0}, "optim.adam_eps must be positive"),
-    ("mpo", {"optim.lr_critic": float("nan")}, "optim.lr_critic must be positive, got nan"),
+    ("mpo", {"optim.lr_critic": float("nan")}, "optim.lr_critic must be finite, got nan"),
     ("vmpo", {"optim.lr_alpha": 0.0}, "optim.lr_alpha must be positive"),
     ("mpo", {"total_frames": -1}, "total_frames must be positive, got -1"),
     ("ppo", {"optim.lr": 0.0}, "optim.lr must be positive"),
@@ -270,7 +274,7 @@ def test_several_impossible_settings(settings: dict[str, Any], messages: list[st
         ("vmpo", "optim.clip", 0.0, "clip must be positive"),
         ("vmpo", "loss.top_k_fraction", 1.5, "top_k_fraction must be"),
         ("ppo", "optim.clip", 0.0, "clip must be positive"),
-        ("ppo", "loss.clip_epsilon", -0.1, "clip_epsilon must lie"),
+        ("ppo", "loss.clip_epsilon", -0.1, "loss.clip_epsilon must be between 0 and 1"),
         ("ppo", "optim.target_kl", float("nan"), "target_kl must be"),
     ],
 )

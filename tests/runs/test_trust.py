@@ -150,7 +150,7 @@ def test_the_command_to_go_on_has_what_it_needs(
     assert command("train", "ppo", *arguments(settings)) == 0
     output = capsys.readouterr().err
     assert "resume=run trust=true total_frames=100" in output
-    assert "evaluate run --episodes 10 --trust" in output
+    assert "evaluate run --video run/policy.mp4 --trust" in output
 
 
 def test_plain_runs_need_no_trust(plain_run: Path) -> None:

@@ -448,7 +448,13 @@ class TestArguments:
     def test_rejects_other_states(self) -> None:
         stepper = make_stepper(make_loss())
         state = stepper.state_dict()
-        assert set(state) == {"optimizer_critic", "optimizer_actor", "optimizer_dual", "skips"}
+        assert set(state) == {
+            "optimizer_critic",
+            "optimizer_actor",
+            "optimizer_dual",
+            "skips",
+            "updates",
+        }
         state.pop("optimizer_dual")
         with pytest.raises(KeyError, match="optimizer_dual"):
             stepper.load_state_dict(state)

@@ -157,10 +157,9 @@ class Run:
         loss = self.loss
         temperature = {"params": [loss.temperature.raw], "lr": hp["temperature_lr"]}
         alphas = {"params": [loss.alpha_mean.raw, loss.alpha_stddev.raw]}
-        policy_lr = hp["policy_lr"] / max(1, hp["m_steps"])
         self.stepper = MPOOptimizationStepper(
             make_optimizer(self.critic.parameters(), hp, lr=hp["q_lr"]),
-            make_optimizer(self.policy.parameters(), hp, lr=policy_lr),
+            make_optimizer(self.policy.parameters(), hp, lr=hp["policy_lr"]),
             make_optimizer([temperature, alphas], hp, lr=hp["lambda_lr"]),
             **preset.stepper
             | {
