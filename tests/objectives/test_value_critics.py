@@ -14,7 +14,7 @@ from torch import distributions as D
 from torchrl.modules import ValueOperator
 from torchrl.objectives import ValueEstimators
 
-from minerva_torchrl import MPOLoss
+from minerva_torchrl import MPOLoss, VMPOLoss
 from minerva_torchrl.objectives import functional as F
 from minerva_torchrl.objectives.critics import (
     CategoricalCritic,
@@ -43,6 +43,8 @@ from tests.objectives.discrete_problem import (
     make_discrete_actor,
     make_discrete_data,
 )
+from tests.objectives.vmpo_problem import make_actor as make_policy_actor
+from tests.objectives.vmpo_problem import make_rollout
 
 GAMMA = 0.9
 MAKE: dict[str, Any] = {
@@ -410,3 +412,65 @@ def test_compiles_whole(kind: str) -> None:
     expected = run(loss, data.clone())
     output = run(torch.compile(loss, fullgraph=True, backend="eager"), data.clone())
     torch.testing.assert_close(total_loss(output), total_loss(expected))
+
+
+# State values ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", BINNED)
+def test_vmpo_with_bins(kind: str) -> None:
+    """Advantages come from the mean of the bins, and the loss is their cross-entropy."""
+    torch.manual_seed(0)
+    critic, linear = MAKE[kind](), nn.Linear(OBSERVATION_DIM, 41)
+    network = ValueOperator(nn.Sequential(linear), in_keys=["observation"])
+    loss = VMPOLoss(make_policy_actor("normal"), network, critic=critic)
+    loss.make_value_estimator("gae", gamma=GAMMA, lmbda=0.8)
+    data = make_rollout("normal", 3, 5)
+    output = loss(data)
+    outputs = linear(data["observation"])
+    torch.testing.assert_close(data["state_value"].squeeze(-1), critic.mean(outputs))
+    plain = VMPOLoss(
+        make_policy_actor("normal"), ValueOperator(Mean(linear, critic), ["observation"])
+    )
+    plain.make_value_estimator("gae", gamma=GAMMA, lmbda=0.8)
+    other = make_rollout("normal", 3, 5)
+    plain.value_estimator(
+        other, params=plain.critic_network_params, target_params=plain.critic_network_params
+    )
+    torch.testing.assert_close(data["advantage"], other["advantage"])
+    expected = critic.loss(outputs, data["value_target"]).mean() * loss.critic_coeff
+    torch.testing.assert_close(output["loss_critic"], expected)
+    slopes = gradients(loss, output["loss_critic"])
+    assert {key.split(".")[0] for key, x in slopes.items() if x.any()} == {"critic_network_params"}
+    assert set(output.keys()) == set(loss.out_keys)
+    assert "clipped_targets" in output.keys()
+
+
+class Mean(nn.Module):
+    """The value of a network of bins as a scalar network."""
+
+    def __init__(self, network: nn.Module, critic: Critic) -> None:
+        super().__init__()
+        self.network, self.critic = network, critic
+
+    def forward(self, observation: Tensor) -> Tensor:
+        return self.critic.mean(self.network(observation)).unsqueeze(-1)
+
+
+@pytest.mark.parametrize(
+    ("kwargs", "error", "message"),
+    [
+        ({"critic": QuantileCritic(3)}, TypeError, "critic must be a ScalarCritic, TwoHotCritic"),
+        ({"critic": TwoHotCritic(), "clip_value": 0.2}, ValueError, "clip_value=0.2 is for scalar"),
+        (
+            {"critic": TwoHotCritic(), "loss_critic_type": "l1"},
+            ValueError,
+            "loss_critic_type='l1' does not apply beside critic=",
+        ),
+        ({"critic": TwoHotCritic()}, ValueError, "critic_network must write 51 outputs for a Two"),
+    ],
+)
+def test_vmpo_rejects(kwargs: Any, error: type[Exception], message: str) -> None:
+    network = ValueOperator(nn.Linear(OBSERVATION_DIM, 50), in_keys=["observation"])
+    with pytest.raises(error, match=message):
+        VMPOLoss(make_policy_actor("normal"), network, **kwargs)
