@@ -15,9 +15,19 @@ from minerva_torchrl.objectives.critics import (
     GaussianMixtureCritic,
     TwoHotCritic,
 )
-from minerva_torchrl.runs import load_policy, parse_config
+from minerva_torchrl.runs import load_policy, open_checkpoint, parse_config
 from tests.runs.test_parts import go_on
-from tests.runs.tiny import assert_same_parameters, column, nested, resume, tiny_config, train
+from tests.runs.tiny import (
+    arguments,
+    assert_same_parameters,
+    column,
+    dotted,
+    nested,
+    resume,
+    run_script,
+    tiny_config,
+    train,
+)
 
 CARTPOLE = {"env.name": "gym:CartPole-v1"}
 ENERGY = {"env.wrappers": ["minerva_torchrl.envs.energy:EnergyCost"]}
@@ -106,3 +116,21 @@ def test_bounds_of_other_policies_are_refused(tmp_path: Path) -> None:
 def test_settings_are_nested() -> None:
     config = parse_config("mpo", nested({"loss.objectives": {"energy": 0.1}}))
     assert config.loss.objectives == {"energy": 0.1}
+
+
+@pytest.mark.parametrize(
+    "script",
+    [
+        "mpo_discrete.py",
+        pytest.param("mpo_distributional.py", marks=pytest.mark.slow),
+        pytest.param("mpo_multi_objective.py", marks=pytest.mark.slow),
+    ],
+)
+def test_examples(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """They train, and go on where they were."""
+    monkeypatch.chdir(tmp_path)
+    settings = dotted("mpo", total_frames=100, run_dir="run")
+    del settings["env.name"]
+    assert run_script(script, *arguments(settings)) == 0
+    assert run_script(script, "resume=run", "total_frames=140", "trust=true") == 0
+    assert open_checkpoint("run").frames == 140
