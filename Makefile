@@ -25,10 +25,10 @@ test-all: $(STAMP) ## run the tests, slow ones included
 	@$(PYTEST) -m "slow or not slow" $(ARGS)
 
 campaign: $(STAMP) ## put the promises of docs/reliability.md to the test (at most 45 minutes)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.campaign --jobs $(JOBS) $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.campaign --minutes 44 --jobs $(JOBS) $(ARGS)
 
 campaign-quick: $(STAMP) ## a sample of the campaign (at most 5 minutes)
-	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.campaign --quick --jobs $(JOBS) $(ARGS)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.campaign --quick --minutes 4.5 --jobs $(JOBS) $(ARGS)
 
 bench: $(STAMP) ## run the quick benchmarks (ARGS="--cpu" on a busy machine)
 	@$(BIN)/python benchmarks/quick.py $(ARGS)

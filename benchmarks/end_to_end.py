@@ -1,12 +1,12 @@
 """Time whole training: collect, store, draw and update, after the warm-up.
 
     python benchmarks/end_to_end.py
-    python benchmarks/end_to_end.py --env cheetah-run --json
+    python benchmarks/end_to_end.py --env cheetah-run --compile --json
 
 Times are those of 1000 frames. `minerva_torchrl` is a training run of MPO with its default
 settings, without evaluation and records. The floor is a loop of one's own: DM Control, a ring of
 plain tensors and the update of `mpo_floor.py`, with as many updates per frame. `[no updates]` is
-collecting and storing alone.
+collecting and storing alone. `--compile` times a run with `compile.enabled=true` as well.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from tensordict import TensorDictBase
@@ -68,6 +68,8 @@ class FloorLoop:
         frames = config.collector.frames_per_batch
         self.raw = RawLoop(config.env.name, self.mpo.policy, frames, config.seed)
         self.waiting: dict[str, Tensor] = {}
+        self.every_next_state = assembly.trainer.memory.every_next_state
+        self.age = 0  # steps of the episode so far
         self.replay: PlainReplay | None = None
         self.updates = 0
 
@@ -84,11 +86,15 @@ class FloorLoop:
                 self.mpo.target_critic.load_state_dict(self.mpo.critic.state_dict())
 
     def n_steps(self, new: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Transitions over several steps that end with their episode; the last frames wait."""
+        """Transitions over several steps that end with their episode; the last frames wait.
+
+        If the run wants them, those of one step at the beginning of episodes come before them.
+        """
         n, gamma = self.config.replay_buffer.n_steps, self.config.loss.gamma
+        early = self.first_steps(new, n - 1)
         if self.waiting:
             new = {name: torch.cat([self.waiting[name], new[name]]) for name in new}
-        count = len(new["reward"]) - n + 1
+        count = len(new["reward"]) - n  # TorchRL lets one more of them wait than it needs
         self.waiting = {name: tensor[count:] for name, tensor in new.items()}
         done = new["terminated"] | new["truncated"]
         begin = torch.arange(count)
@@ -98,7 +104,7 @@ class FloorLoop:
             last = torch.where(going, begin + k, last)
             reward += gamma**k * going * new["reward"][k : k + count]
             going = going & ~done[k : k + count]
-        return {
+        rows = {
             "observation": new["observation"][:count],
             "action": new["action"][:count],
             "reward": reward,
@@ -106,11 +112,31 @@ class FloorLoop:
             "terminated": new["terminated"][last],
             "discount": gamma ** (last - begin + 1).float(),
         }
+        return {name: torch.cat([early[name], tensor]) for name, tensor in rows.items()}
+
+    def first_steps(self, new: dict[str, Tensor], count: int) -> dict[str, Tensor]:
+        """The first so many steps of every episode, as transitions of one step."""
+        done, number = new["terminated"] | new["truncated"], torch.arange(len(new["reward"]))
+        begin = torch.where(done.roll(1), number, -self.age)
+        begin[0] = -self.age
+        age = number - begin.cummax(0).values
+        self.age = 0 if done[-1] else int(age[-1]) + 1
+        rows = age < (count if self.every_next_state else 0)
+        names = ("observation", "action", "reward", "next_observation", "terminated")
+        discount = torch.full((int(rows.sum()),), self.config.loss.gamma)
+        return {name: new[name][rows] for name in names} | {"discount": discount}
+
+
+Loop = TypeVar("Loop", OurLoop, FloorLoop)
 
 
 def make_config(name: str, **changes: dict[str, Any]) -> MPOConfig:
-    """Default settings of MPO, except that updates begin early."""
-    settings: dict[str, Any] = {"env": {"name": name}, "replay_buffer": {"warmup_frames": 200}}
+    """Default settings of MPO, except that updates begin early and are not compiled."""
+    settings: dict[str, Any] = {
+        "env": {"name": name},
+        "replay_buffer": {"warmup_frames": 200},
+        "compile": {"enabled": False},
+    }
     for section, values in changes.items():
         settings[section] = settings.get(section, {}) | values
     return parse_config("mpo", settings)
@@ -136,7 +162,7 @@ def check_agreement(config: MPOConfig) -> None:
         made.append(floor.n_steps(frames))
     stored = plain(assembly.replay_buffer[:], config.loss.gamma)
     for name, tensor in stored.items():
-        expected = torch.cat([transitions[name] for transitions in made])[: len(tensor)]
+        expected = torch.cat([transitions[name] for transitions in made])
         assert torch.allclose(tensor, expected), f"{name} differs from the floor's"
     sample = assembly.trainer.memory.sample()
     tensors = plain(sample, config.loss.gamma)
@@ -144,9 +170,17 @@ def check_agreement(config: MPOConfig) -> None:
     assembly.collector.shutdown()
 
 
+def warm(loop: Loop, config: MPOConfig) -> Loop:
+    """Collect what there has to be before the first update."""
+    for _ in range(config.replay_buffer.warmup_frames // config.collector.frames_per_batch):
+        loop.step(updates=False)
+    return loop
+
+
 def main() -> None:
     parser = make_parser(__doc__, rounds=5, threads=1)
     parser.add_argument("--env", default="cartpole-swingup", help="task (cartpole-swingup)")
+    parser.add_argument("--compile", action="store_true", help="ours compiled, too")
     args = start(parser)
     config = make_config(args.env)
     # An episode in the middle of which the steps of a transition end.
@@ -162,14 +196,17 @@ def main() -> None:
     assemblies = [assemble(config) for _ in range(2)]
     loops = [(OurLoop(assembly), FloorLoop(config, assembly)) for assembly in assemblies]
     for loop in loops[0]:
-        for _ in range(config.replay_buffer.warmup_frames // config.collector.frames_per_batch):
-            loop.step(updates=False)
+        warm(loop, config)
     cases, floors = {}, {}
     for (ours, floor), suffix in zip(loops, ("", "[no updates]"), strict=True):
         kwargs = {"updates": not suffix}
         cases[f"minerva_torchrl{suffix}"] = repeated(ours.step, **kwargs)
         cases[f"floor{suffix}"] = repeated(floor.step, **kwargs)
         floors |= dict.fromkeys(list(cases)[-2:], f"floor{suffix}")
+    if args.compile:
+        assemblies.append(assemble(make_config(args.env, compile={"enabled": True})))
+        cases["minerva_torchrl[compiled]"] = repeated(warm(OurLoop(assemblies[-1]), config).step)
+        floors["minerva_torchrl[compiled]"] = "floor"
     frames = BATCHES * config.collector.frames_per_batch
     results = measure(cases, rounds=args.rounds, clock=args.clock, warmup=1, per=frames / 1000)
     title = f"MPO {args.env}, {config.optim.updates_per_frame:g} updates per frame"

@@ -1,11 +1,12 @@
 """How costs grow: an update with batch and samples, a frame with the size of the replay buffer.
 
-    python benchmarks/growth.py --out growth.png
+    python benchmarks/growth.py --compile --out growth.png
     python benchmarks/growth.py --json
 
 An update of MPO evaluates the target critic at batch times samples actions; the exponent of a fit
-over that product says whether its time grows faster. Collecting, storing and drawing should cost
-the same at a million stored frames as at ten thousand.
+over that product says whether its time grows faster. With `--compile` that of a run with
+`compile.enabled=true` is there as well. Collecting, storing and drawing should cost the same at a
+million stored frames as at ten thousand.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +22,11 @@ from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from _harness import Result, make_parser, measure, report, start
+from end_to_end import make_config
 from mpo_update import make_data, make_ours
 from replay import Filled
 
+from minerva_torchrl.runs.assemble import assemble
 from minerva_torchrl.trainers import make_target_updater
 
 BATCHES, SAMPLES = (64, 128, 256, 512, 1024), (5, 20, 80)
@@ -58,16 +62,54 @@ def update_cases(
     return cases
 
 
+def compiled_cases(
+    env: str, batches: Sequence[int], count: int, layers: tuple[int, ...]
+) -> dict[tuple[int, int], Callable[[], object]]:
+    """An update of a run that compiles them, by batch size and number of samples."""
+    cases = {}
+    for batch in batches:
+        sizes = {"actor_sizes": list(layers), "critic_sizes": list(layers)}
+        config = make_config(
+            env,
+            network=sizes,
+            loss={"num_action_samples": count},
+            replay_buffer={"batch_size": batch, "n_steps": 1},
+            compile={"enabled": True},
+        )
+        assembly = assemble(config)
+        shapes = assembly.env.observation_spec["observation"], assembly.env.action_spec
+        data = make_data((*(spec.shape[-1] for spec in shapes), batch, layers, count))
+        trainer = assembly.trainer
+        stepper = trainer.optimization_stepper
+        cases[batch, count] = partial(stepper.step, trainer, data)
+    return cases
+
+
 def measure_updates(
     batches: Sequence[int],
     samples: Sequence[int],
     layers: tuple[int, ...] = LAYERS,
+    *,
+    compiled_in: str | None = None,
     **kwargs: Any,
-) -> dict[tuple[int, int], Result]:
-    cases = update_cases(batches, samples, layers)
-    named = {f"batch {batch}, {count} samples": case for (batch, count), case in cases.items()}
-    results = measure(named, warmup=1, **kwargs)
-    return dict(zip(cases, results.values(), strict=True))
+) -> tuple[dict[tuple[int, int], Result], dict[tuple[int, int], Result]]:
+    """Times by batch size and samples: as they are, and compiled if a task is given for it.
+
+    Those that are compiled have the number of samples in the middle, because each takes its time
+    to compile.
+    """
+    plain = update_cases(batches, samples, layers)
+    middle = samples[len(samples) // 2]
+    compiled = {}
+    if compiled_in is not None:
+        compiled = compiled_cases(compiled_in, batches, middle, layers)
+    named = {f"batch {batch}, {count} samples": case for (batch, count), case in plain.items()}
+    named |= {
+        f"batch {batch}, {count} samples, compiled": case
+        for (batch, count), case in compiled.items()
+    }
+    results = iter(measure(named, warmup=1, **kwargs).values())
+    return {key: next(results) for key in plain}, {key: next(results) for key in compiled}
 
 
 def replay_cases(filled: Filled) -> dict[str, Callable[[], object]]:
@@ -105,14 +147,21 @@ def measure_replay(
 
 
 def draw(
-    updates: dict[tuple[int, int], Result], replay: dict[str, dict[int, Result]], out: Path
+    updates: dict[tuple[int, int], Result],
+    compiled: dict[tuple[int, int], Result],
+    replay: dict[str, dict[int, Result]],
+    out: Path,
 ) -> None:
-    """A plot of both, with logarithmic axes."""
+    """A plot of all, with logarithmic axes."""
     figure = Figure(figsize=(10, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
     for count in dict.fromkeys(count for _, count in updates):
         points = {b * n: r.median for (b, n), r in updates.items() if n == count}
         left.plot(points.keys(), points.values(), "o-", label=f"{count} samples")
+    if compiled:
+        points = {b * n: result.median for (b, n), result in compiled.items()}
+        (count,) = {count for _, count in compiled}
+        left.plot(points.keys(), points.values(), "s--", label=f"{count} samples, compiled")
     left.set(xlabel="batch × samples", ylabel="ms per update", title="MPO update")
     for what, by_size in replay.items():
         right.plot(by_size.keys(), [r.median for r in by_size.values()], "o-", label=what)
@@ -132,23 +181,28 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
     parser.add_argument("--samples", type=int, nargs="+", default=SAMPLES)
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="stored frames")
+    parser.add_argument("--compile", action="store_true", help="compiled updates, too")
     args = start(parser)
     timing = {"rounds": args.rounds, "clock": args.clock}
-    updates = measure_updates(args.batches, args.samples, **timing)
-    by_name = {result.name: result for result in updates.values()}
+    updates, compiled = measure_updates(
+        args.batches, args.samples, compiled_in=args.env if args.compile else None, **timing
+    )
+    by_name = {result.name: result for result in (*updates.values(), *compiled.values())}
     report(by_name, config="MPO update", as_json=args.json, floors={})
     replay = measure_replay(args.env, args.sizes, **timing)
     by_name = {result.name: result for by_size in replay.values() for result in by_size.values()}
     report(by_name, config=f"per frame, {args.env}", as_json=args.json, floors={})
     if not args.json:
-        rows = [batch * count for batch, count in updates]
-        slope = exponent(rows, [result.median for result in updates.values()])
-        print(f"\nupdate: (batch x samples) ** {slope:.2f}")
+        for what, measured in (("update", updates), ("compiled update", compiled)):
+            if measured:
+                rows = [batch * count for batch, count in measured]
+                slope = exponent(rows, [result.median for result in measured.values()])
+                print(f"\n{what}: (batch x samples) ** {slope:.2f}")
         for what, by_size in replay.items():
             slope = exponent(list(by_size), [result.median for result in by_size.values()])
             print(f"{what}: (stored frames) ** {slope:.2f}")
     if args.out is not None:
-        draw(updates, replay, args.out)
+        draw(updates, compiled, replay, args.out)
 
 
 if __name__ == "__main__":

@@ -1,12 +1,13 @@
 """Time whole training beside stable-baselines3: PPO against its PPO, MPO against its SAC.
 
     python benchmarks/sb3.py
-    python benchmarks/sb3.py --compile --json
+    python benchmarks/sb3.py --eager --json
 
 Times are those of 1000 frames of gym:HalfCheetah-v5, without evaluation, records and checkpoints.
 All networks have two layers of 256 units. PPO: 8 environments, rollouts of 2048 frames, 10 epochs
 of minibatches of 64, tanh, observations and rewards normalised. MPO and SAC: one environment,
-batches of 128 and an update every second frame; everything else is each package's default.
+batches of 128 and an update every second frame; everything else is each package's default, for us
+that of a run of a million frames (`compile.enabled=auto`). `--eager` times uncompiled runs, too.
 
 Without stable-baselines3 (`pip install -e ".[bench]"`) there is nothing to compare with, and our
 times stand alone.
@@ -16,7 +17,7 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -166,14 +167,21 @@ def check_same_work(ours: Ours, theirs: Theirs) -> None:
 
 
 def make_cases(
-    config: Config, algo: str, *, compiled: bool = False
+    config: Config, algo: str, compiled: Mapping[str, bool | None]
 ) -> tuple[dict[str, Callable[[], None]], dict[str, str]]:
-    """What is timed, by name, and what each is compared with. The work has been checked."""
+    """What is timed, by name, and what each is compared with. The work has been checked.
+
+    Args:
+        config: sizes.
+        algo: ``"ppo"`` or ``"mpo"``.
+        compiled: ``compile.enabled`` of runs of ours, by what is added to their names. ``None`` is
+            the default of runs.
+    """
     peer = f"{THEIRS}[{'SAC' if algo == 'mpo' else 'PPO'}]"
-    name = f"{OURS}[{algo.upper()}]"
-    ours = {name: Ours(config, algo, compiled=False if compiled else None)}
-    if compiled:
-        ours[f"{OURS}[{algo.upper()},compiled]"] = Ours(config, algo, compiled=True)
+    ours = {
+        f"{OURS}[{algo.upper()}{suffix}]": Ours(config, algo, compiled=enabled)
+        for suffix, enabled in compiled.items()
+    }
     cases: dict[str, Callable[[], None]] = {key: run.train for key, run in ours.items()}
     if importlib.util.find_spec("stable_baselines3") is None:
         return cases, {}
@@ -187,11 +195,12 @@ def make_cases(
 def main() -> None:
     parser = make_parser(__doc__, rounds=5, threads=1)
     parser.add_argument("--algo", choices=("ppo", "mpo"), help="only one of the two")
-    parser.add_argument("--compile", action="store_true", help="ours compiled and not")
+    parser.add_argument("--eager", action="store_true", help="ours without compiling, too")
     args = start(parser)
     config = Config()
     for algo in ("ppo", "mpo") if args.algo is None else (args.algo,):
-        cases, peers = make_cases(config, algo, compiled=args.compile)
+        variants = {"": None} | ({",eager": False} if args.eager else {})
+        cases, peers = make_cases(config, algo, variants)
         frames = config.rollout if algo == "ppo" else config.frames
         results = measure(cases, rounds=args.rounds, clock=args.clock, warmup=1, per=frames / 1000)
         title = f"{algo.upper()} training, {config.name}"

@@ -449,7 +449,7 @@ TINY_PEERS = sb3.Config(
 
 @pytest.mark.parametrize(("algo", "updates"), [("ppo", 8), ("mpo", 25)])
 def test_training_of_ours_for_peers(algo: str, updates: int) -> None:
-    ours = sb3.Ours(TINY_PEERS, algo)
+    ours = sb3.Ours(TINY_PEERS, algo, compiled=False)
     ours.train()
     frames, before = ours.frames, ours.updates
     ours.train()
@@ -460,12 +460,12 @@ def test_training_of_ours_for_peers(algo: str, updates: int) -> None:
 @pytest.mark.parametrize("algo", ["ppo", "mpo"])
 def test_peers_take_as_many_updates(algo: str) -> None:
     pytest.importorskip("stable_baselines3")
-    cases, peers = sb3.make_cases(TINY_PEERS, algo)
+    cases, peers = sb3.make_cases(TINY_PEERS, algo, {"": False})
     peer = {"ppo": "stable-baselines3[PPO]", "mpo": "stable-baselines3[SAC]"}[algo]
     assert peers == dict.fromkeys(cases, peer)
     other = sb3.Theirs(replace(TINY_PEERS, minibatch=32, frames=70), algo)
     with pytest.raises(AssertionError, match="frames and updates are"):
-        sb3.check_same_work(sb3.Ours(TINY_PEERS, algo), other)
+        sb3.check_same_work(sb3.Ours(TINY_PEERS, algo, compiled=False), other)
 
 
 # Growth and the quick set ------------------------------------------------------------------------
@@ -478,12 +478,36 @@ def test_exponent() -> None:
 
 
 def test_growth_is_drawn(tmp_path: Path) -> None:
-    updates = growth.measure_updates((4, 8), (2, 3), (8,), rounds=1)
+    updates, none = growth.measure_updates((4, 8), (2, 3), (8,), rounds=1)
+    assert none == {}
     assert set(updates) == {(4, 2), (4, 3), (8, 2), (8, 3)}
     by_kind = growth.measure_replay(ENV, (1000, 2000), length=2, batch=4, rounds=1)
     assert all(set(by_size) == {1000, 2000} for by_size in by_kind.values())
-    growth.draw(updates, by_kind, tmp_path / "growth.png")
+    compiled = {(4, 3): updates[4, 3], (8, 3): updates[8, 3]}
+    growth.draw(updates, compiled, by_kind, tmp_path / "growth.png")
     assert (tmp_path / "growth.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_growth_of_a_run_that_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the compiler, which takes half a minute for each size."""
+    made: list[tuple[bool, int, int]] = []
+
+    def assemble(config):
+        made.append(
+            (
+                config.compile.enabled,
+                config.replay_buffer.batch_size,
+                config.loss.num_action_samples,
+            )
+        )
+        return end_to_end.assemble(replace(config, compile=replace(config.compile, enabled=False)))
+
+    monkeypatch.setattr(growth, "assemble", assemble)
+    cases = growth.compiled_cases(ENV, (4, 8), 3, (8,))
+    assert made == [(True, 4, 3), (True, 8, 3)]
+    assert list(cases) == [(4, 3), (8, 3)]
+    for case in cases.values():
+        case()
 
 
 def test_quick_set_names_scripts_that_exist() -> None:

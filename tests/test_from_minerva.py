@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from minerva_torchrl.algorithms import ALGORITHMS
-from minerva_torchrl.runs import RunConfig, parse_config
+from minerva_torchrl.runs import Run, RunConfig, parse_config
 from tests.runs.tiny import read_csv, train
 
 PAGE = Path(__file__).parents[1] / "docs" / "from-minerva.md"
@@ -48,15 +48,14 @@ def names(cell: str) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def columns(tmp_path_factory: pytest.TempPathFactory) -> dict[str, set[str]]:
-    """Columns of the tables that runs write, by algorithm."""
-    found = {}
+def runs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Run]:
+    """Runs that report all they can, by algorithm."""
+    made = {}
     for algo in TITLES.values():
-        folder = tmp_path_factory.mktemp(algo)
-        train(folder, algo, logger__param_delta=True, total_frames=100)
-        tables = [read_csv(folder / name)[-1] for name in ("metrics.csv", "eval.csv")]
-        found[algo] = {name for table in tables for name, value in table.items() if value}
-    return found
+        changes = {} if algo == "mpo" else {"optim__anneal_lr": True}
+        changes |= {"logger__param_delta": True, "eval__interval": 0.25}
+        made[algo] = train(tmp_path_factory.mktemp(algo), algo, **changes)
+    return made
 
 
 def setting(config: RunConfig, name: str) -> Any:
@@ -107,7 +106,11 @@ def test_names_of_python() -> None:
     assert count > 50
 
 
-def test_metrics(columns: dict[str, set[str]]) -> None:
+def test_names_of_metrics(runs: dict[str, Run]) -> None:
+    columns = {}
+    for algo, run in runs.items():
+        tables = [read_csv(run.run_dir / name)[-1] for name in ("metrics.csv", "eval.csv")]
+        columns[algo] = {name for table in tables for name, value in table.items() if value}
     count = 0
     for algo, table, _, here in rows():
         for name in names(here) if table == "Metrics" else METRICS_OF_RUNS & {*names(here)}:
@@ -121,3 +124,36 @@ def test_nothing_is_there_twice_or_without_a_counterpart() -> None:
     found = [(algo, table, reference) for algo, table, reference, _ in rows()]
     assert len(found) == len(set(found))
     assert all(here for *_, here in rows())
+
+
+RATES = {
+    "mpo": {"lr_critic", "lr_actor", "lr_temperature", "lr_alpha"},
+    "vmpo": {"lr_actor", "lr_critic", "lr_alpha"},
+    "ppo": {"lr"},
+}
+
+
+@pytest.mark.parametrize("kind", list(RATES))
+def test_values_of_metrics(kind: str, runs: dict[str, Run]) -> None:
+    run: Any = runs[kind]
+    recorded = read_csv(run.run_dir / "metrics.csv")
+    assert {name for name in recorded[0] if name.startswith("lr")} == RATES[kind]
+    last = {name: float(value) for name, value in recorded[-1].items() if value}
+    duals = [v for k, v in last.items() if k.startswith("loss_") and ("alph" in k or "temp" in k)]
+    if duals:
+        assert last["loss_dual"] == pytest.approx(sum(duals), rel=1e-5, abs=1e-6)
+    names = {"mpo": ("qvalue", "actor"), "vmpo": ("actor", "critic")}
+    losses = names.get(kind, ("objective", "critic", "entropy"))
+    expected = sum(last[f"loss_{name}"] for name in losses)
+    assert last["loss_total"] == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    assert last["param_delta"] > 0
+    if kind != "mpo":
+        name = "lr_actor" if kind == "vmpo" else "lr"
+        rates = [float(row[name]) for row in recorded]
+        assert rates == sorted(rates, reverse=True)
+        assert rates[0] > rates[-1]
+    if kind == "vmpo":
+        assert last["epsilon"] == pytest.approx(run.config.loss.epsilon)
+    evaluated = [float(row["frames"]) for row in read_csv(run.run_dir / "eval.csv")]
+    # MPO has batches of 20 frames, the others of 50.
+    assert evaluated == ([0, 60, 100, 160, 200] if kind == "mpo" else [0, 50, 100, 150, 200])

@@ -90,6 +90,9 @@ class EnvConfig:
     """Simulator steps per action."""
     max_episode_steps: int | None = None
     """Actions after which an episode is truncated, besides the task's own limit."""
+    canonical_actions: bool = True
+    """Policies act between -1 and 1, whatever the bounds of the task. Without it they act in the
+    task's own units, as in runs of version 0.1."""
     factory: str | None = None
     """``module:name`` of what makes an environment of your own, of Gymnasium or TorchRL, when it is
     called. ``name`` is then no more than a title."""
@@ -381,7 +384,11 @@ class RunConfig:
         yield f"network.actor_sizes={list(sizes.actor_sizes)}", 20 * actor
         critic = _weights(observation_size + action_size, sizes.critic_sizes, 1)
         number = f" and network.num_critics={copies}" if copies > 1 else ""
-        yield f"network.critic_sizes={list(sizes.critic_sizes)}{number}", 20 * critic * copies
+        # Besides their numbers, the tensors of a network are objects themselves.
+        yield (
+            f"network.critic_sizes={list(sizes.critic_sizes)}{number}",
+            (20 * critic + 1e5) * copies,
+        )
 
 
 def _names(config: RunConfig, section: str, *beginnings: str) -> list[str]:

@@ -79,8 +79,7 @@ class MPONetworkConfig(NetworkConfig):
     critic_kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments of that critic, as in ``network.critic_kwargs.v_max=100``."""
     init_scale: float = 0.5
-    """Initial standard deviation, for heads that start small. ``loss.epsilon_stddev`` lets it
-    change slowly."""
+    """``loss.epsilon_stddev`` lets it change slowly."""
     num_critics: int = 1
     """Critics in the ensemble."""
 

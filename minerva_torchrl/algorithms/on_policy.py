@@ -43,7 +43,6 @@ class OnPolicyEnvConfig(EnvConfig):
     staggered: bool = False
     """Spread the copies over the length of an episode, by cutting their first ones short."""
     observation_norm: bool = True
-    """Shift and scale observations by running statistics."""
     reward_scaling: bool = True
     """Divide rewards by the running standard deviation of the discounted return."""
     reward_scaling_gamma: float | None = None
@@ -62,10 +61,7 @@ class OnPolicyNetworkConfig(NetworkConfig):
     initializer: Initializer = "orthogonal"
     scale: Literal["softplus", "exp", "free"] = "free"
     init_scale: float = 0.4
-    """Initial standard deviation.
-
-    Much larger, and most actions would be cut off at their bounds.
-    """
+    """Much larger, and most actions would be cut off at their bounds."""
     min_scale: float = 1e-8
     shared: bool = False
     """Whether policy and critic have the same hidden layers, those of ``actor_sizes``."""

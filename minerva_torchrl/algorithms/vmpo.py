@@ -211,7 +211,11 @@ class VMPO(OnPolicyAlgorithm[VMPOConfig]):
     config_class = VMPOConfig
     presets = PRESETS
     renamed: ClassVar = {"loss.epsilon_eta": "loss.epsilon"}
-    earlier: ClassVar = {"optim.dual_order": "dual_first", "optim.adam_eps_dual": 1e-5}
+    earlier: ClassVar = {
+        **OnPolicyAlgorithm.earlier,
+        "optim.dual_order": "dual_first",
+        "optim.adam_eps_dual": 1e-5,
+    }
 
     def make_loss(self, actor: ProbabilisticTensorDictSequential, critic: Any) -> VMPOLoss:
         """The loss, with its value estimator."""

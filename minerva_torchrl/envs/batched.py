@@ -37,6 +37,9 @@ Observation = Iterable[Any]  # numbers and arrays: always as many, of the same s
 ObservationLayout = dict[tuple[str, ...], tuple[int, ...]]
 
 
+_LARGEST = float(np.finfo(np.float32).max)
+
+
 class Simulator(Protocol):
     """One copy of a task."""
 
@@ -80,21 +83,33 @@ class Actions(Protocol):
 
 
 class BoxActions:
-    """Actions between bounds: flat float32 in the data, clipped on the way to the simulators."""
+    """Actions between bounds: flat float32 in the data, clipped on the way to the simulators.
 
-    def __init__(self, low: NDArray[Any], high: NDArray[Any]) -> None:
+    Canonical ones are between -1 and 1 in the data, and ``center + scale * action`` in the
+    simulators. Actions without bounds are the same in both.
+    """
+
+    def __init__(self, low: NDArray[Any], high: NDArray[Any], *, canonical: bool = False) -> None:
         self.low, self.high = np.array(low), np.array(high)
+        self.bounded = bool(np.isfinite(low).all() and np.isfinite(high).all())
+        self.canonical = canonical and self.bounded
+        self.center, self.scale = np.zeros_like(self.low), np.ones_like(self.low)
+        if self.canonical:  # halved first: the sum may be too large for its type
+            self.center = self.high / 2 + self.low / 2
+            self.scale = self.high / 2 - self.low / 2
 
     def spec(self) -> TensorSpec:
         """Bounded, unless a bound is infinite."""
         low, high = (torch.from_numpy(x.flatten()).float() for x in (self.low, self.high))
-        if low.isfinite().all() and high.isfinite().all():
-            return Bounded(low, high, shape=low.shape, dtype=torch.float32)
-        return Unbounded(low.shape, dtype=torch.float32)
+        if not self.bounded:
+            return Unbounded(low.shape, dtype=torch.float32)
+        if self.canonical:
+            low, high = -torch.ones_like(low), torch.ones_like(high)
+        return Bounded(low, high, shape=low.shape, dtype=torch.float32)
 
     def read(self, actions: NDArray[Any]) -> NDArray[Any]:
-        """Clip, shape and cast."""
-        actions = actions.reshape(-1, *self.low.shape)
+        """Shape, scale, clip and cast."""
+        actions = self.center + self.scale * actions.reshape(-1, *self.low.shape)
         actions = np.minimum(np.maximum(actions, self.low), self.high)
         if not np.isfinite(actions).all():
             raise no_action(actions[~np.isfinite(actions)][0])
@@ -180,12 +195,14 @@ class BatchedEnv(EnvBase):
         count, width = len(simulators), sum(math.prod(shape) for shape in shapes)
         self._observation = np.zeros((*batch_size, width), np.float32)
         self._rows = self._observation.reshape(count, width)
+        self._numbers = self._observation.reshape(-1)
         self._parts = [_split(row, shapes) for row in self._rows]
         # Done, terminated and truncated. What is done must be reset first, as all must be now.
         self._flags = np.ones((3, *batch_size, 1), bool)
         self._done, self._terminated, self._truncated = self._flags.reshape(3, count)
         # Of each copy: steps of its episode, and steps that it lost in a row.
         self._steps, self._lost = np.zeros((2, count), np.int64)
+        self._is_losing = False  # whether any copy lost its last step
         self._make_specs(batch_size, width)
 
     def _make_specs(self, batch_size: list[int], width: int) -> None:
@@ -235,7 +252,7 @@ class BatchedEnv(EnvBase):
             rest.
         """
         rewards = np.zeros((*self.batch_size, 1), np.float32)
-        before = self._rows.copy()
+        before, all_finite = self._rows.copy(), not self._is_losing
         with np.errstate(over="ignore", invalid="ignore"):  # what is too large is found below
             for i in range(len(self._simulators)) if selected is None else selected:
                 if self._done[i]:
@@ -252,13 +269,15 @@ class BatchedEnv(EnvBase):
                             break
                     self._write(i, observation, terminated, truncated)
                     rewards.flat[i] = reward
+                    all_finite &= -_LARGEST <= reward <= _LARGEST
                 except (Exception, SystemExit) as error:
                     raise self._failure(i, _described(error)) from error
-            total = float(self._rows.sum() + rewards.sum())
-        # One look at the sum, because a look at every number would take longer. It may overflow.
-        if not math.isfinite(total) or self._lost.any():
+            # One look at all numbers together, which is cheap; large ones may overflow here.
+            all_finite &= math.isfinite(self._numbers.dot(self._numbers))
+        if not all_finite:
             finite = np.isfinite(self._rows).all(-1) & np.isfinite(rewards.ravel())
             self._lost[finite] = 0
+            self._is_losing = not finite.all()
             self._lose(~finite, before, rewards)
         return rewards
 
@@ -272,7 +291,7 @@ class BatchedEnv(EnvBase):
             self._done[i], self._terminated[i], self._truncated[i] = True, False, True
 
     def _count_lost(self, index: int, reason: str) -> None:
-        self._lost[index] += 1
+        self._lost[index], self._is_losing = self._lost[index] + 1, True
         if self._lost[index] >= self.max_skipped:
             raise self._failure(
                 index,
@@ -403,6 +422,7 @@ class BatchedEnv(EnvBase):
         self._flags[:] = content["flags"].numpy()
         if "counts" in content:  # version 0.1 had none
             self._steps[:], self._lost[:] = content["counts"].numpy()
+            self._is_losing = bool(self._lost.any())
         if not self.exact_state:
             self._done[:] = True  # to be reset
         for simulator, simulator_state in zip(self._simulators, content["simulators"], strict=True):

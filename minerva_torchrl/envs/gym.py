@@ -85,6 +85,8 @@ class GymnasiumEnv(BatchedEnv):
         max_skipped (int): steps in a row that may not be finite. Defaults to ``10``.
         categorical_actions (bool): represent discrete actions by their numbers and not one-hot.
             Defaults to ``False``.
+        canonical_actions (bool): continuous actions are between -1 and 1 in the data, whatever the
+            bounds of the environment. Defaults to ``False``.
         wrappers (sequence of callables): Gymnasium wrappers that go around each copy, the innermost
             first. Defaults to none.
         **make_kwargs: go to :func:`gymnasium.make`, for example ``max_episode_steps``, or to the
@@ -114,12 +116,13 @@ class GymnasiumEnv(BatchedEnv):
         device: torch.device | str | None = None,
         max_skipped: int = 10,
         categorical_actions: bool = False,
+        canonical_actions: bool = False,
         wrappers: Sequence[Callable[[GymEnv], GymEnv]] = (),
         **make_kwargs: Any,
     ) -> None:
         seeds = copy_seeds(seed, num_envs)
         envs = [_wrap(_make(name, make_kwargs), wrappers) for _ in seeds]
-        actions = _make_actions(envs[0].action_space, categorical_actions)
+        actions = _make_actions(envs[0].action_space, categorical_actions, canonical_actions)
         layout = {keys: box.shape for keys, box in _boxes(envs[0].observation_space)}
         simulators = [_GymnasiumCopy(env, seed) for env, seed in zip(envs, seeds, strict=True)]
         super().__init__(
@@ -169,11 +172,11 @@ def _is_image(box: spaces.Box) -> bool:
     return sum(marks) >= 2
 
 
-def _make_actions(space: spaces.Space[Any], categorical: bool) -> Actions:
+def _make_actions(space: spaces.Space[Any], categorical: bool, canonical: bool) -> Actions:
     if isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating):
         if categorical:
             raise ValueError(f"categorical_actions needs discrete actions, got {space}.")
-        return BoxActions(space.low, space.high)
+        return BoxActions(space.low, space.high, canonical=canonical)
     if isinstance(space, spaces.Discrete):
         return _DiscreteActions(space, categorical)
     raise ValueError(f"actions must be in a Box of floats or Discrete, got {space}.")

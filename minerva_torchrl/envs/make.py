@@ -53,6 +53,7 @@ def make_env(
     seed: int | None = None,
     frame_skip: int = 1,
     max_episode_steps: int | None = None,
+    canonical_actions: bool = True,
     wrappers: Sequence[Callable[..., Any]] = (),
     staggered: bool = False,
     observation_norm: bool | RunningObservationNorm = False,
@@ -90,6 +91,9 @@ def make_env(
         frame_skip (int): steps that each action is repeated for. Defaults to ``1``.
         max_episode_steps (int, optional): steps, each of them ``frame_skip`` frames, after which an
             episode is truncated if it has not ended before. Defaults to the task's own limit only.
+        canonical_actions (bool): continuous actions with bounds are between -1 and 1, whatever the
+            bounds of the task, and are scaled to these on their way to the simulator. So an
+            initial policy explores any of them alike. Defaults to ``True``.
         wrappers (sequence of callables): Gymnasium wrappers, each called with an environment, and
             after them transforms of TorchRL, each a class or function that is called with nothing.
             What comes out of them is the task: rewards, returns and observations are theirs.
@@ -129,6 +133,7 @@ def make_env(
         name,
         wrappers=wrappers,
         frame_skip=frame_skip,
+        canonical_actions=canonical_actions,
         max_skipped=max_skipped,
         **kwargs,
     )

@@ -73,6 +73,8 @@ class SuiteEnv(BatchedEnv):
         seed (int, optional): seed of the first copy; the others follow from it. Without it every
             environment is different.
         device (torch.device, optional): device of the data.
+        canonical_actions (bool): actions are between -1 and 1 in the data, whatever the bounds of
+            the task. Defaults to ``False``.
         max_skipped (int): steps in a row that may not be finite. Defaults to ``10``.
         **task_kwargs: go to the task, for example ``time_limit``.
 
@@ -96,6 +98,7 @@ class SuiteEnv(BatchedEnv):
         frame_skip: int = 1,
         seed: int | None = None,
         device: torch.device | str | None = None,
+        canonical_actions: bool = False,
         max_skipped: int = 10,
         **task_kwargs: Any,
     ) -> None:
@@ -108,7 +111,7 @@ class SuiteEnv(BatchedEnv):
         ]
         super().__init__(
             simulators,
-            _make_actions(simulators[0].env),
+            _make_actions(simulators[0].env, canonical_actions),
             observation_layout=simulators[0].observation_layout,
             num_envs=num_envs,
             frame_skip=frame_skip,
@@ -119,12 +122,12 @@ class SuiteEnv(BatchedEnv):
         self.domain, self.task = domain, task
 
 
-def _make_actions(env: Any) -> BoxActions:
+def _make_actions(env: Any, canonical: bool) -> BoxActions:
     spec = env.action_spec()
     low, high = spec.minimum.copy(), spec.maximum.copy()
     # What MuJoCo writes for actuators without limits.
     low[low <= -mujoco.mjMAXVAL], high[high >= mujoco.mjMAXVAL] = -np.inf, np.inf
-    return BoxActions(low, high)
+    return BoxActions(low, high, canonical=canonical)
 
 
 class _SuiteTask:

@@ -17,6 +17,7 @@ the statistics of the moment; ``frozen_view`` follows them.
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
@@ -48,10 +49,11 @@ def _merge_moments_(mean: Tensor, variance: Tensor, count: Tensor, rows: Tensor)
     subtracted, unlike in the mean square minus the squared mean. Rows with an entry that is not
     finite are left out.
     """
-    rows = rows[rows.isfinite().flatten(1).all(1) if rows.ndim > 1 else rows.isfinite()]
-    if not len(rows):
-        return
+    if not math.isfinite(float(rows.sum())):  # much quicker than a look at every number
+        rows = rows[rows.isfinite().flatten(1).all(1) if rows.ndim > 1 else rows.isfinite()]
     batch_count = rows.shape[0]
+    if batch_count == 0:
+        return
     batch_variance, batch_mean = torch.var_mean(rows, 0, correction=0)
     share = batch_count / (float(count) + batch_count)
     deviation = batch_mean - mean

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import functools
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Literal
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from difflib import get_close_matches
+from typing import Any, Literal, TypeVar
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
@@ -14,7 +17,7 @@ from torch import distributed as dist
 from torch import distributions as D
 from torch.utils.hooks import RemovableHandle
 from torchrl.objectives.common import LossModule
-from torchrl.objectives.utils import dispatch_value_estimator
+from torchrl.objectives.utils import ValueEstimators, dispatch_value_estimator
 from typing_extensions import Self
 
 from minerva_torchrl.objectives.checks import check_choice, check_positive
@@ -27,10 +30,37 @@ from minerva_torchrl.objectives.duals import (
 from minerva_torchrl.objectives.specs import keys_without
 from minerva_torchrl.objectives.swapping import using
 
+_Method = TypeVar("_Method", bound=Callable[..., Any])
 _REDUCTIONS = ("mean", "sum", "none")
 _ESTIMATOR_PREFIX = "_value_estimator."
 # The objective that every loss has. Its temperature and bound go by the shortest names.
 MAIN_OBJECTIVE = "value"
+
+
+def in_full_precision(method: _Method) -> _Method:
+    """Make a method of a loss evaluate its equations in float32 under autocast.
+
+    Only the networks run in the lower precision. What they return is float32 from there on.
+    """
+
+    @functools.wraps(method)
+    def wrapped(self: DualLossModule, *args: Any, **kwargs: Any) -> Any:
+        device = self._device_type
+        if device == "meta" or not torch.is_autocast_enabled(device):
+            return method(self, *args, **kwargs)
+        self._network_dtype = torch.get_autocast_dtype(device)
+        try:
+            with torch.autocast(device, enabled=False):
+                return method(self, *args, **kwargs)
+        finally:
+            self._network_dtype = None
+
+    return wrapped  # type: ignore[return-value]
+
+
+def full_precision(x: Tensor) -> Tensor:
+    """A tensor of half precision in float32, any other as it is."""
+    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 class DualLossModule(LossModule):
@@ -48,6 +78,9 @@ class DualLossModule(LossModule):
     actor_network: ProbabilisticTensorDictSequential
     actor_network_params: TensorDictParams
     target_actor_network_params: TensorDictParams
+
+    _network_dtype: torch.dtype | None = None
+    """Precision of the networks under autocast, while a method is in full precision."""
 
     process_group: dist.ProcessGroup | None = None
     """Processes that hold parts of one batch: means, counts and solved duals are those of all.
@@ -267,6 +300,8 @@ class DualLossModule(LossModule):
         self, value_type: Any, value_network: TensorDictModule | None, /, **hyperparams: Any
     ) -> Self:
         """Build a supported estimator around ``value_network`` and tell it the loss's keys."""
+        if isinstance(value_type, str):
+            value_type = self._estimator_name(value_type)
         value_type, hyperparams = self._prepare_value_estimator_kwargs(value_type, **hyperparams)
         if value_type is not None:  # otherwise an estimator or its class was given
             hyperparams.setdefault("device", self._default_device)
@@ -280,7 +315,25 @@ class DualLossModule(LossModule):
         self._forward_value_estimator_keys()
         return self
 
+    def _estimator_name(self, name: str) -> str:
+        names = [getattr(kind, "name", kind).lower() for kind in self.SUPPORTED_VALUE_ESTIMATORS]
+        plain = name.lower().replace("_", "")
+        # TorchRL says of those that are not supported here which ones are.
+        if plain in names or plain in {kind.name.lower() for kind in ValueEstimators}:
+            return plain
+        close = get_close_matches(plain, names, 1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        raise ValueError(
+            f"{type(self).__name__} has no value estimator {name!r}.{hint} Allowed: "
+            f"{', '.join(map(repr, names))}, an estimator class or an estimator."
+        )
+
     def _check_keys(self, tensordict: TensorDictBase, keys: Iterable[NestedKey]) -> None:
+        if 0 in tensordict.shape:
+            raise ValueError(
+                f"{type(self).__name__} needs data of at least one step, got an empty batch of "
+                f"shape {tuple(tensordict.shape)}."
+            )
         missing = [key for key in keys if tensordict.get(key, None) is None]
         if missing:
             present = sorted(str(key) for key in tensordict.keys(True, True))
@@ -316,8 +369,23 @@ class DualLossModule(LossModule):
 
     def _dist(self, states: TensorDictBase, params: TensorDictParams) -> D.Distribution:
         """The policy with some parameters at some states."""
-        with using(self.actor_network, params):
-            return self.actor_network.get_dist(states.select(*self._actor_in_keys))
+        inputs, network = states.select(*self._actor_in_keys), self.actor_network
+        with using(network, params):
+            if self._network_dtype is None:
+                return network.get_dist(inputs)
+            with self._precision_of_networks():
+                parameters: Any = network.get_dist_params(inputs)
+            return network.build_dist_from_params(parameters.apply(full_precision))
+
+    def _precision_of_networks(self) -> AbstractContextManager[Any]:
+        """Autocast as it was before the equations switched it off."""
+        if self._network_dtype is None:
+            return nullcontext()
+        return torch.autocast(self._device_type, self._network_dtype)
+
+    @property
+    def _device_type(self) -> str:
+        return next(self.parameters()).device.type
 
     # Reduction -----------------------------------------------------------------------------------
 

@@ -2,21 +2,26 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor
 
-__all__ = ["blank_terminal_states", "time_dim"]
+__all__ = ["blank", "time_dim"]
 
 
-def blank_terminal_states(states: TensorDictBase, terminated: Tensor) -> TensorDictBase:
-    """Zeros where ``terminated`` ``[*B]`` holds, as terminal observations may be NaN."""
+def blank(x: Any, where: Tensor) -> Any:
+    """``x`` ``[*B, ...]`` with zeros where ``where`` ``[*B]`` holds, as it may be NaN there.
 
-    def blank(x: Tensor) -> Tensor:
-        features = [1] * (x.ndim - terminated.ndim)
-        return torch.where(terminated.reshape(*terminated.shape, *features), 0, x)
-
-    return states.apply(blank)
+    Of a TensorDict all entries; what is no floating-point number is left as it is.
+    """
+    if isinstance(x, TensorDictBase):
+        return x.apply(lambda entry: blank(entry, where))
+    if not x.is_floating_point():
+        return x
+    features = [1] * (x.ndim - where.ndim)
+    return torch.where(where.reshape(*where.shape, *features), 0, x)
 
 
 def time_dim(tensordict: TensorDictBase) -> int | None:

@@ -24,8 +24,8 @@ from torchrl.objectives.utils import ValueEstimators, _vmap_func
 from torchrl.objectives.value import TD0Estimator
 from typing_extensions import Self
 
-from minerva_torchrl.objectives._base import MAIN_OBJECTIVE, DualLossModule
-from minerva_torchrl.objectives._data import blank_terminal_states, time_dim
+from minerva_torchrl.objectives._base import MAIN_OBJECTIVE, DualLossModule, full_precision
+from minerva_torchrl.objectives._data import blank, time_dim
 from minerva_torchrl.objectives.checks import check_choice
 from minerva_torchrl.objectives.critics import (
     ActionValueCritic,
@@ -36,9 +36,14 @@ from minerva_torchrl.objectives.critics import (
     make_ensemble,
 )
 from minerva_torchrl.objectives.goals import CostLimit, Objective
-from minerva_torchrl.objectives.policies import policy_family
-from minerva_torchrl.objectives.specs import action_place, keys_without, resolve_action_spec
+from minerva_torchrl.objectives.policies import Categorical, policy_family
+from minerva_torchrl.objectives.specs import (
+    action_place,
+    reads,
+    resolve_action_spec,
+)
 from minerva_torchrl.objectives.swapping import using
+from minerva_torchrl.objectives.value.retrace import missing_log_prob
 
 _Steps = TypeVar("_Steps", Tensor, TensorDictBase)
 
@@ -156,12 +161,13 @@ class OffPolicyLoss(DualLossModule):
         self._make_vmap()
         self.set_keys(action=action_key, log_prob=actor_network.log_prob_keys[0])
         written = self.qvalue_network.out_keys
+        reads_action = reads(self.qvalue_network.in_keys, action_key)
+        self._check_critic(reads_action, written)
         if self.tensor_keys.state_action_value in written:
             self._values_all_actions = False
         elif self.tensor_keys.action_value in written:
             self._values_all_actions = True
         else:  # one that reads no action has the values of all
-            reads_action = self._critic_state_keys != list(self.qvalue_network.in_keys)
             self._values_all_actions = not reads_action
             name = "state_action_value" if reads_action else "action_value"
             self.set_keys(**{name: written[0]})
@@ -175,6 +181,21 @@ class OffPolicyLoss(DualLossModule):
                 self._add_cost_multiplier(name, goal.init_multiplier, goal.threshold)
             else:
                 self._add_temperature(name, goal.init_temperature, goal.epsilon, solved=solved)
+
+    def _check_critic(self, reads_action: bool, written: list[NestedKey]) -> None:
+        """Raise if a critic can't tell actions apart."""
+        keys, discrete = self.tensor_keys, isinstance(self.policy, Categorical)
+        of_states = {keys.value, keys.state_action_value} & {*written}
+        of_actions = keys.action_value in written or not of_states
+        if reads_action or (discrete and of_actions):
+            return
+        of_all = f", or one that writes the values of all actions as {keys.action_value!r}"
+        raise ValueError(
+            f"qvalue_network reads {list(self.qvalue_network.in_keys)} and writes {written}: it "
+            f"is a critic of states, and {type(self).__name__} has to compare actions. Use one "
+            f"that reads the action too, such as ValueOperator(network, in_keys=[..., "
+            f"{keys.action!r}]){of_all if discrete else ''}."
+        )
 
     def _detach_shared_layers(self) -> None:
         """Keep the critics' gradient out of layers that an ensemble shares with the actor.
@@ -250,8 +271,9 @@ class OffPolicyLoss(DualLossModule):
             }
             accepted = estimator._AcceptedKeys.__dataclass_fields__
             estimator.set_keys(**{name: key for name, key in names.items() if name in accepted})
-        # All that the critic reads but the action, or an entry that has the action inside.
-        self._critic_state_keys = keys_without(self.qvalue_network.in_keys, [keys.action])
+        # All that the critic reads but the action, its parts, or an entry that has it inside.
+        inputs = self.qvalue_network.in_keys
+        self._critic_state_keys = [key for key in inputs if not reads([key], keys.action)]
         super()._forward_value_estimator_keys(**kwargs)
 
     def make_value_estimator(self, value_type: Any = None, **hyperparams: Any) -> Self:
@@ -278,7 +300,21 @@ class OffPolicyLoss(DualLossModule):
             )
         return self
 
+    def _checked(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """The data, if it is what the loss needs, with zeros where it is padded."""
+        self._check_input(tensordict)
+        valid = self._valid_mask(tensordict)
+        if valid is None:
+            return tensordict
+        data = tensordict.copy()
+        for key in self.in_keys:  # a network that is given a NaN has no gradient
+            data.set(key, blank(tensordict.get(key), ~valid))
+        return data
+
     def _check_input(self, tensordict: TensorDictBase) -> None:
+        log_prob = self.tensor_keys.log_prob
+        if log_prob in self.in_keys and tensordict.get(log_prob, None) is None:
+            raise ValueError(missing_log_prob(log_prob))
         self._check_keys(tensordict, self.in_keys)
         if tensordict.ndim < 1:
             raise ValueError("The data must have at least one batch dimension, got none.")
@@ -319,10 +355,13 @@ class OffPolicyLoss(DualLossModule):
     def _evaluate(self, inputs: TensorDictBase, *, params: TensorDictParams) -> Tensor:
         """What the critics write, ``[K, *B, ...]``."""
         key, network = self._critic.value_key, self.qvalue_network
-        if self.num_qvalue_nets > 1:
-            return self._vmap_qvalue_network(inputs, params).get(key)
-        with using(network, params):
-            return network(inputs).get(key).unsqueeze(0)
+        with self._precision_of_networks():
+            if self.num_qvalue_nets > 1:
+                values = self._vmap_qvalue_network(inputs, params).get(key)
+            else:
+                with using(network, params):
+                    values = network(inputs).get(key).unsqueeze(0)
+        return full_precision(values)
 
     def _critic_inputs(self, states: TensorDictBase) -> TensorDictBase:
         return states.select(*self._critic_state_keys)
@@ -443,7 +482,7 @@ class OffPolicyLoss(DualLossModule):
         terminated = tensordict.get(("next", self.tensor_keys.terminated)).squeeze(-1)
         states = tensordict.get("next").select(*self._state_keys)
         if self.skip_done_states:
-            states = blank_terminal_states(states, terminated)
+            states = blank(states, terminated)
         return states, ~terminated
 
     def _train_steps(self, x: _Steps, tensordict: TensorDictBase) -> _Steps:

@@ -19,13 +19,13 @@ from torchrl.data.tensor_specs import TensorSpec
 from torchrl.objectives.utils import ValueEstimators, _cache_values
 from typing_extensions import Self
 
-from minerva_torchrl.objectives._base import DualLossModule
+from minerva_torchrl.objectives._base import DualLossModule, full_precision, in_full_precision
 from minerva_torchrl.objectives.checks import check_positive, check_value_scale
 from minerva_torchrl.objectives.critics import Critic, check_width
 from minerva_torchrl.objectives.critics.states import resolve_state_critic, value_network
 from minerva_torchrl.objectives.policies import policy_family
 from minerva_torchrl.objectives.reductions import explained_variance, masked_mean, masked_std
-from minerva_torchrl.objectives.specs import action_place, resolve_action_spec
+from minerva_torchrl.objectives.specs import action_place, reads, resolve_action_spec
 from minerva_torchrl.objectives.swapping import using
 
 _ESTIMATOR_ALIASES = {"returns": ValueEstimators.TD1, "dae": ValueEstimators.TD0}
@@ -94,6 +94,12 @@ class OnPolicyLoss(DualLossModule):
                 "critic_network must be a TensorDictModule that writes 'state_value', "
                 f"got {type(critic_network).__name__}."
             )
+        if reads(critic_network.in_keys, action_key):
+            raise ValueError(
+                f"critic_network reads the action {action_key!r}, but {type(self).__name__} needs "
+                "the value of the state alone. Use a critic of states, such as "
+                "ValueOperator(network, in_keys=['observation']); MPOLoss takes critics of actions."
+            )
         check_value_scale(critic_network, type(self))
         check_positive("critic_coeff", critic_coeff)
         if clip_value is not None and clip_value is not False:
@@ -158,6 +164,7 @@ class OnPolicyLoss(DualLossModule):
 
     # Advantages and critic -----------------------------------------------------------------------
 
+    @in_full_precision
     def critic_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss of the critic, and its metrics.
 
@@ -172,8 +179,9 @@ class OnPolicyLoss(DualLossModule):
     def _critic_outputs(self, tensordict: TensorDictBase) -> Tensor:
         """What the critic says of each state, ``[*B, P]``: its value, or what describes it."""
         inputs = tensordict.select(*self.critic_network.in_keys)
-        with using(self.critic_network, self.critic_network_params):
-            outputs = self.critic_network(inputs).get(self._outputs_key or self.tensor_keys.value)
+        network, key = self.critic_network, self._outputs_key or self.tensor_keys.value
+        with using(network, self.critic_network_params), self._precision_of_networks():
+            outputs = full_precision(network(inputs).get(key))
         shape = (*tensordict.shape, self.critic.width)
         if outputs.shape != shape:
             raise ValueError(

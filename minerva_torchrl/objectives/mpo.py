@@ -13,7 +13,7 @@ from torch import distributions as D
 from torchrl.data.tensor_specs import TensorSpec
 
 from minerva_torchrl.objectives import functional as F
-from minerva_torchrl.objectives._base import MAIN_OBJECTIVE
+from minerva_torchrl.objectives._base import MAIN_OBJECTIVE, in_full_precision
 from minerva_torchrl.objectives._off_policy import OffPolicyLoss
 from minerva_torchrl.objectives.checks import check_choice, check_count, check_positive
 from minerva_torchrl.objectives.critics import Critic, expectation, resolve_critic
@@ -299,12 +299,14 @@ class MPOLoss(OffPolicyLoss):
     # The whole update in one call ----------------------------------------------------------------
 
     @dispatch
+    @in_full_precision
     def forward(self, tensordict: TensorDictBase) -> TensorDict:
         """All losses and metrics of a batch.
 
         Args:
             tensordict (TensorDictBase): transitions ``[B]`` or sequences ``[*B, T]``. The temporal
-                difference error is written into it as the priority of prioritised replay.
+                difference error is written into it as the priority of prioritised replay, and
+                nothing else: a second call samples and estimates anew.
 
         Returns:
             A TensorDict with ``loss_qvalue``, ``loss_actor``, ``loss_temperature``, one
@@ -313,6 +315,7 @@ class MPOLoss(OffPolicyLoss):
         """
         return self._forward(tensordict, with_metrics=True)
 
+    @in_full_precision
     def training_loss(self, tensordict: TensorDictBase) -> TensorDict:
         """The losses of :meth:`forward` without the metrics, for updates that nobody looks at."""
         return self._forward(tensordict, with_metrics=False)
@@ -336,6 +339,7 @@ class MPOLoss(OffPolicyLoss):
     # The update in parts -------------------------------------------------------------------------
 
     @torch.no_grad()
+    @in_full_precision
     def e_step(
         self, tensordict: TensorDictBase, *, with_metrics: bool = True
     ) -> tuple[TensorDictBase, dict[str, Tensor]]:
@@ -351,7 +355,7 @@ class MPOLoss(OffPolicyLoss):
             The steps that are trained on, with the entries ``value_target`` and ``e_step``
             (:class:`MPOEStep`) that all losses can be evaluated on, and 0-d metrics.
         """
-        self._check_input(tensordict)
+        tensordict = self._checked(tensordict)
         next_values, samples, mask = self._sample_states(tensordict)
         scores, log_prior = samples.get("scores"), samples.get("log_prior", None)
         duals: dict[str, TensorDict] = {}
@@ -390,6 +394,7 @@ class MPOLoss(OffPolicyLoss):
         )
         return self._with_target(tensordict, next_values).set("e_step", e_step), metrics
 
+    @in_full_precision
     def qvalue_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss of the critic, and its metrics with the ``td_error`` of each step.
 
@@ -398,12 +403,13 @@ class MPOLoss(OffPolicyLoss):
         """
         data = tensordict
         if data.get("e_step", None) is None:  # the target is all that is needed of it
-            self._check_input(tensordict)
-            data = self._with_target(tensordict, self._sample_next_states(tensordict)[-1])
+            data = self._checked(tensordict)
+            data = self._with_target(data, self._sample_next_states(data)[-1])
         loss, td_error, metrics = self._qvalue_loss(data)
         self.set_priority(tensordict, td_error)
         return loss, {"td_error": td_error, **metrics}
 
+    @in_full_precision
     def actor_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss of the policy with the present multipliers, and its metrics.
 
@@ -417,6 +423,7 @@ class MPOLoss(OffPolicyLoss):
         constraint_losses = self._constraint_losses(m_step[-1], e_step.mask)
         return self._actor_loss(data, m_step[1], constraint_losses), metrics
 
+    @in_full_precision
     def dual_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
         """Sum of the losses of temperatures and multipliers, and each of them by name.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -20,16 +20,20 @@ from torchrl.data.tensor_specs import Composite, TensorSpec
 __all__ = [
     "action_bounds",
     "action_place",
+    "check_range",
     "distribution_parts",
     "is_inside",
     "keys_without",
     "part_places",
+    "reads",
     "resolve_action_spec",
 ]
 
 
-def distribution_parts(actor_network: object) -> dict[NestedKey | None, Any]:
-    """What makes the distributions of an actor, classes or functions.
+def distribution_parts(
+    actor_network: object,
+) -> dict[NestedKey | None, tuple[Any, dict[str, Any]]]:
+    """What makes the distributions of an actor, classes or functions, and their fixed arguments.
 
     They go by the names of their samples if they are parts of a ``CompositeDistribution``; the
     name of a distribution by itself is ``None``.
@@ -40,20 +44,22 @@ def distribution_parts(actor_network: object) -> dict[NestedKey | None, Any]:
             f"ProbabilisticActor), got {type(actor_network).__name__}."
         )
     heads = [m for m in actor_network.modules() if isinstance(m, ProbabilisticTensorDictModule)]
-    made_by: Any = heads[-1].distribution_class
-    arguments = dict(heads[-1].distribution_kwargs or {})
-    if isinstance(made_by, functools.partial):
-        arguments = {**made_by.keywords, **arguments}
-        made_by = made_by.func
+    made_by, arguments = _unwrapped(heads[-1].distribution_class, heads[-1].distribution_kwargs)
     if made_by is not CompositeDistribution:
-        return {None: made_by}
-    names = arguments.get("name_map") or {}
+        return {None: (made_by, arguments)}
+    names, extra = (arguments.get(key) or {} for key in ("name_map", "extra_kwargs"))
     return {
-        unravel_key(names.get(name, name)): part.func
-        if isinstance(part, functools.partial)
-        else part
+        unravel_key(names.get(name, name)): _unwrapped(part, extra.get(name))
         for name, part in arguments["distribution_map"].items()
     }
+
+
+def _unwrapped(made_by: Any, arguments: Mapping[str, Any] | None) -> tuple[Any, dict[str, Any]]:
+    """A function or class, with the arguments that it is given and those that a partial fixes."""
+    given = dict(arguments or {})
+    if isinstance(made_by, functools.partial):
+        return made_by.func, {**made_by.keywords, **given}
+    return made_by, given
 
 
 def action_place(actor_network: ProbabilisticTensorDictSequential) -> NestedKey:
@@ -95,6 +101,11 @@ def is_inside(key: NestedKey, outer: NestedKey) -> bool:
     """Whether an entry is another one, or one of its parts."""
     path, outer_path = (k if isinstance(k, tuple) else (k,) for k in map(unravel_key, (key, outer)))
     return path[: len(outer_path)] == outer_path
+
+
+def reads(keys: Iterable[NestedKey], entry: NestedKey) -> bool:
+    """Whether an entry, a part of it or one that has it inside is among the keys."""
+    return any(is_inside(entry, key) or is_inside(key, entry) for key in keys)
 
 
 def keys_without(keys: Iterable[NestedKey], parts: Iterable[NestedKey]) -> list[NestedKey]:
@@ -139,3 +150,19 @@ def action_bounds(action_spec: TensorSpec | None) -> tuple[Tensor, Tensor] | Non
     if not low.is_meta and low.isinf().all() and high.isinf().all():
         return None
     return low, high
+
+
+def check_range(arguments: Mapping[str, Any], action_spec: TensorSpec | None) -> None:
+    """Raise if a tanh with some arguments ends elsewhere than the bounds of its action."""
+    bounds = action_bounds(action_spec)
+    if bounds is None or bounds[0].is_meta:
+        return
+    for name, bound, default in zip(("low", "high"), bounds, (-1.0, 1.0), strict=True):
+        end = torch.as_tensor(arguments.get(name, default)).to(bound)
+        if not torch.allclose(end.expand_as(bound), bound, rtol=1e-5):
+            raise ValueError(
+                f"the policy's TanhNormal has {name}={end.tolist()}, but its action_spec has "
+                f"{name}={bound.tolist()}: actions would leave the bounds, or never reach them. "
+                "Build the actor with distribution_kwargs={'low': spec.space.low, 'high': "
+                "spec.space.high}, or scale the action in the environment."
+            )

@@ -14,7 +14,7 @@ from torch.compiler import is_compiling
 from torchrl.data.tensor_specs import TensorSpec
 
 from minerva_torchrl.objectives import functional as F
-from minerva_torchrl.objectives._base import MAIN_OBJECTIVE
+from minerva_torchrl.objectives._base import MAIN_OBJECTIVE, in_full_precision
 from minerva_torchrl.objectives._on_policy import OnPolicyLoss
 from minerva_torchrl.objectives.checks import check_choice, check_fraction
 from minerva_torchrl.objectives.critics import Critic
@@ -272,12 +272,15 @@ class VMPOLoss(OnPolicyLoss):
     # The whole update in one call ----------------------------------------------------------------
 
     @dispatch
+    @in_full_precision
     def forward(self, tensordict: TensorDictBase) -> TensorDict:
         """All losses and metrics of a batch.
 
         Args:
             tensordict (TensorDictBase): a rollout ``[*B, T]``, or any batch that has ``advantage``
-                and ``value_target`` already. If it does not, they are estimated and written. Or
+                and ``value_target`` already. If it does not, they are estimated and written, and
+                a second call on the same data uses them as they are, whatever the critic has
+                learned since; to have them estimated anew, take ``advantage`` out of the data. Or
                 samples of what :meth:`e_step` returned.
 
         Returns:
@@ -286,6 +289,7 @@ class VMPOLoss(OnPolicyLoss):
         """
         return self._forward(tensordict, with_metrics=True)
 
+    @in_full_precision
     def training_loss(self, tensordict: TensorDictBase) -> TensorDict:
         """The losses of :meth:`forward` without the metrics, for steps that nobody looks at."""
         return self._forward(tensordict, with_metrics=False)
@@ -308,6 +312,7 @@ class VMPOLoss(OnPolicyLoss):
     # The update in parts -------------------------------------------------------------------------
 
     @torch.no_grad()
+    @in_full_precision
     def e_step(
         self, tensordict: TensorDictBase, *, with_metrics: bool = True
     ) -> tuple[TensorDictBase, dict[str, Tensor]]:
@@ -391,6 +396,7 @@ class VMPOLoss(OnPolicyLoss):
         }
         return data, metrics
 
+    @in_full_precision
     def actor_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
         """Loss of the policy with the present multipliers, and its metrics.
 
@@ -403,6 +409,7 @@ class VMPOLoss(OnPolicyLoss):
         metrics |= self._actor_metrics(e_step, *m_step, constraint_losses)
         return self._actor_loss(e_step, m_step[1], constraint_losses), metrics
 
+    @in_full_precision
     def dual_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
         """Sum of the losses of temperature and multipliers, and each of them by name.
 
@@ -416,6 +423,7 @@ class VMPOLoss(OnPolicyLoss):
         losses = self._dual_losses(e_step, self._constraint_losses(divergences, e_step.mask))
         return torch.stack(list(losses.values())).sum(0), losses
 
+    @in_full_precision
     def networks_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
         """Sum of the losses of policy and critic, and each of them by name.
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import asdict, dataclass, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -19,6 +20,7 @@ from minerva_torchrl.modules import keep_freed_memory
 from minerva_torchrl.runs.parts import UserParts, find_parts
 from minerva_torchrl.runs.sizes import check_memory
 from minerva_torchrl.runs.strict import ConfigError
+from minerva_torchrl.text import one_line
 from minerva_torchrl.trainers import DirectCollector
 from minerva_torchrl.trainers.compiled import CompiledGradients, why_not
 from minerva_torchrl.trainers.stepping import GuardedStepper
@@ -159,25 +161,7 @@ def make_training_env(config: RunConfig, parts: UserParts) -> TransformedEnv:
     scaling_reset = arguments.pop("reward_scaling_reset", "done")
     for name in ("name", "factory", "kwargs", "wrappers"):
         del arguments[name]
-    simulator, kwargs = parts.simulator(config, video=False)
-    title = "env.name" if parts.make_env is None else parts.env_title
-    try:
-        env = make_env(
-            simulator,
-            wrappers=parts.wrappers,
-            max_skipped=config.max_skipped,
-            **arguments,
-            seed=config.seed,
-            **kwargs,
-        )
-    except ValueError as error:
-        of_wrappers = str(error).startswith("wrappers: ")
-        problem = f"env.{error}" if of_wrappers else f"{title}: {error}"
-        raise ConfigError([problem]) from error
-    except TypeError as error:
-        if not kwargs:
-            raise
-        raise ConfigError([f"env.kwargs: {error}"]) from error
+    env = _make_env(config, parts, seed=config.seed, **arguments)
     if reward_scaling:
         gamma = config.loss.gamma if scaling_gamma is None else scaling_gamma
         env.append_transform(ReturnStdScaling(gamma, reset=scaling_reset))
@@ -189,18 +173,36 @@ def make_evaluation_env(
 ) -> TransformedEnv:
     """Environments for evaluation: rewards as they are, statistics those of training, frozen."""
     norms = [t for t in training_env.transform if isinstance(t, RunningObservationNorm)]
-    simulator, kwargs = parts.simulator(config, video=config.eval.video)
-    return make_env(
-        simulator,
-        wrappers=parts.wrappers,
+    return _make_env(
+        config,
+        parts,
+        video=config.eval.video,
         num_envs=config.eval.episodes,
         seed=evaluation_seed(config),
         frame_skip=config.env.frame_skip,
         max_episode_steps=config.env.max_episode_steps,
+        canonical_actions=config.env.canonical_actions,
         observation_norm=norms[0].frozen_view() if norms else False,
-        max_skipped=config.max_skipped,
-        **kwargs,
     )
+
+
+def _make_env(
+    config: RunConfig, parts: UserParts, *, video: bool = False, **arguments: Any
+) -> TransformedEnv:
+    """Copies of the task. What goes wrong with that is a problem of the settings."""
+    simulator, kwargs = parts.simulator(config, video=video)
+    title = "env.name" if parts.make_env is None else parts.env_title
+    arguments |= {"wrappers": parts.wrappers, "max_skipped": config.max_skipped}
+    try:
+        return make_env(simulator, **arguments, **kwargs)
+    except ValueError as error:
+        of_wrappers = str(error).startswith("wrappers: ")
+        problem = f"env.{error}" if of_wrappers else f"{title}: {error}"
+        raise ConfigError([" ".join(problem.split())]) from error
+    except (Exception, SystemExit) as error:
+        if isinstance(error, TypeError) and kwargs:
+            title = "env.kwargs"
+        raise ConfigError([f"{title}: {type(error).__name__}: {one_line(error)}"]) from error
 
 
 def evaluation_seed(config: RunConfig) -> int:

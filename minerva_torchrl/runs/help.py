@@ -102,7 +102,9 @@ def _meanings(kind: type) -> dict[str, str]:
     """What the settings of a section mean: the function's words, then those of the section."""
     found: dict[str, str] = {}
     for part in reversed(kind.__mro__):
-        found |= _argument_docstrings(vars(part).get("__arguments_of__"))
+        own = vars(part).get("__annotations__", {})
+        arguments = _argument_docstrings(vars(part).get("__arguments_of__"))
+        found |= {name: words for name, words in arguments if name in own}
         for name, words in _attribute_docstrings(part):
             found[name] = f"{found[name]} {words}" if name in found else words
     return found

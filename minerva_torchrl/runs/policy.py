@@ -189,17 +189,21 @@ def _action_module(env: TransformedEnv) -> nn.Module:
 
 
 class _BoxAction(nn.Module):
+    """What :class:`BoxActions` does."""
+
     low: Tensor
     high: Tensor
+    center: Tensor
+    scale: Tensor
 
     def __init__(self, actions: BoxActions) -> None:
         super().__init__()
-        self.register_buffer("low", torch.tensor(actions.low))
-        self.register_buffer("high", torch.tensor(actions.high))
+        for name in ("low", "high", "center", "scale"):
+            self.register_buffer(name, torch.tensor(getattr(actions, name)))
 
     def forward(self, action: Tensor) -> Tensor:
         action = action.reshape(*action.shape[:-1], *self.low.shape).to(self.low.dtype)
-        return action.clamp(self.low, self.high)
+        return (self.center + self.scale * action).clamp(self.low, self.high)
 
 
 class _DiscreteAction(nn.Module):

@@ -168,10 +168,23 @@ def test_rejects_all_actions_of_other_number(outputs: int, kind: str) -> None:
 
 def test_rejects_continuous_critic_without_action() -> None:
     """It would have the same value for every sample."""
-    critic = ValueOperator(nn.Linear(OBSERVATION_DIM, 1), in_keys=["observation"])
-    loss = with_updater(MPOLoss(make_actor(), critic))
-    with pytest.raises(ValueError, match=r"must write 'state_value' of shape \(8, 20\), got"):
-        loss(make_transitions(8))
+    network, message = (
+        nn.Linear(OBSERVATION_DIM, 1),
+        r"critic of states.* in_keys=\[..., 'action'\]",
+    )
+    for name in ("state_value", "state_action_value", "action_value"):
+        critic = ValueOperator(network, in_keys=["observation"], out_keys=[name])
+        with pytest.raises(ValueError, match=message):
+            MPOLoss(make_actor(), critic)
+
+
+def test_rejects_discrete_critic_of_states() -> None:
+    actor = make_discrete_actor("categorical", nn.Linear(OBSERVATION_DIM, NUM_ACTIONS))
+    for name in ("state_value", "state_action_value"):
+        network = nn.Linear(OBSERVATION_DIM, 1)
+        critic = ValueOperator(network, in_keys=["observation"], out_keys=[name])
+        with pytest.raises(ValueError, match=r"one that writes .* all actions as 'action_value'"):
+            MPOLoss(actor, critic)
 
 
 @pytest.mark.parametrize("critic", CRITICS)

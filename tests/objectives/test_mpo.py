@@ -133,8 +133,12 @@ class TestMPO(LossTestBase):
         assert isinstance(loss.value_estimator, TD0Estimator)
 
     def test_mpo_unknown_estimator(self) -> None:
-        with pytest.raises(KeyError, match="Unknown value estimator alias 'unheard of'"):
-            self.make_loss().make_value_estimator("unheard of")
+        allowed = "Allowed: 'td0', 'td1', 'tdlambda', 'retrace', an"
+        loss = self.make_loss()
+        with pytest.raises(ValueError, match=f"no value estimator 'unheard of'. {allowed}"):
+            loss.make_value_estimator("unheard of")
+        with pytest.raises(ValueError, match=f"'retrac'. Did you mean 'retrace'\\? {allowed}"):
+            loss.make_value_estimator("retrac")
 
     def test_mpo_make_value_estimator(self) -> None:
         loss = self.make_loss()
@@ -144,6 +148,7 @@ class TestMPO(LossTestBase):
             (None, {}, TD0Estimator),
             (ValueEstimators.TDLambda, {"lmbda": 0.8}, TDLambdaEstimator),
             ("tdlambda", {}, TDLambdaEstimator),
+            ("TD_lambda", {}, TDLambdaEstimator),
             ("retrace", {"lmbda": 0.8}, Retrace),
             (Retrace, {"gamma": 0.9, "value_network": None, "actor_network": None}, Retrace),
             (estimator, {}, TDLambdaEstimator),

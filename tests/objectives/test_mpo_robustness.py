@@ -228,7 +228,7 @@ class TestMPOData:
             (remove("next", "reward"), r"needs the entries \[\('next', 'reward'\)\].*set_keys"),
             (remove("next", "done"), r"needs the entries \[\('next', 'done'\)\]"),
             (remove("next", "terminated"), r"needs the entries \[\('next', 'terminated'\)\]"),
-            (remove("action_log_prob"), r"needs the entries \['action_log_prob'\]"),
+            (remove("action_log_prob"), "'action_log_prob' is missing.* return_log_prob=True"),
             (remove("next"), r"needs the entries .*'reward'"),
             (
                 replace(("next", "reward"), lambda x: x.squeeze(-1)),

@@ -130,8 +130,8 @@ class TestVMPO(LossTestBase):
         loss = make_loss()
         with pytest.raises(NotImplementedError, match=message):
             loss.make_value_estimator(td_est)
-        with pytest.raises(KeyError, match="Unknown value estimator alias 'unheard of'"):
-            loss.make_value_estimator("unheard of")
+        with pytest.raises(ValueError, match=r"VMPOLoss .* 'gea'. Did you mean 'gae'\?"):
+            loss.make_value_estimator("gea")
         assert isinstance(loss.value_estimator, GAE)
 
     def test_vmpo_make_value_estimator(self) -> None:

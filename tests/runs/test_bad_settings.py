@@ -134,3 +134,21 @@ def test_missing_pygame_is_refused_before_the_start(
 def test_resume_must_be_a_text(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_script("mpo_dmc.py", "resume=5") == 2
     assert capsys.readouterr().err == "error: resume must be the folder of a run, got 5.\n"
+
+
+@pytest.mark.parametrize(
+    "error",
+    [RuntimeError("no OpenGL\nhere"), KeyError("joint"), SystemExit(3), ImportError("Box2D")],
+)
+def test_an_environment_that_can_not_be_made(
+    error: BaseException, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise error
+
+    monkeypatch.setattr("dm_control.suite.load", fail)
+    message = rf"^env\.name: {type(error).__name__}: "
+    with pytest.raises(ConfigError, match=message) as refused:
+        make_run(tiny_config("ppo", env__name="cartpole-balance"), tmp_path / "run")
+    assert len(str(refused.value).splitlines()) == 1
+    assert not (tmp_path / "run").exists()

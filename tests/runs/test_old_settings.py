@@ -125,3 +125,10 @@ def test_in_a_file_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     with pytest.warns(FutureWarning, match="loss.epsilon_eta"):
         assert run_script(str(script), *arguments(settings)) == 0
     assert load_config(tmp_path / "run").loss.epsilon == 0.3
+
+
+@pytest.mark.parametrize("algo", ["mpo", "vmpo", "ppo"])
+def test_actions_in_own_units_before_there_were_others(algo: str) -> None:
+    folder = Path(__file__).parents[1] / "fixtures" / "runs-0.1" / algo
+    assert not load_config(folder).env.canonical_actions
+    assert parse_config(algo, {}).env.canonical_actions

@@ -85,10 +85,25 @@ def test_a_mean_out_of_bounds_is_clipped(recorder: MakeEnv) -> None:
         assert 0 < (actions[:, column] == bound).sum() < 50
 
 
-def test_a_squashed_mean_is_scaled(recorder: MakeEnv) -> None:
-    low, high = np.float32([-3.0, 0.0]), np.float32([1.0, 10.0])
+def test_a_mean_is_scaled_to_the_bounds(recorder: MakeEnv) -> None:
+    """And one outside of [-1, 1] is clipped."""
+    low, high = np.float32([-0.4, 1.0]), np.float32([0.4, 3.0])
     env = recorder(actions=spaces.Box(low, high))
-    bounds = {"low": torch.from_numpy(low), "high": torch.from_numpy(high)}
+    actor, mean = gaussian(env)
+    rows = random_rows(50, 2, scale=50.0)
+    with torch.no_grad():
+        means = mean(torch.from_numpy(rows)).numpy()
+    expected = np.float32([0.0, 2.0]) + np.float32([0.4, 1.0]) * np.clip(means, -1, 1)
+    actions = DeployedPolicy(actor, env).predict(rows)
+    np.testing.assert_allclose(actions, expected, rtol=1e-6, atol=1e-7)
+    assert 0 < ((actions == low) | (actions == high)).sum() < actions.size
+
+
+@pytest.mark.parametrize("canonical", [True, False])
+def test_a_squashed_mean_is_scaled(canonical: bool, recorder: MakeEnv) -> None:
+    low, high = np.float32([-3.0, 0.0]), np.float32([1.0, 10.0])
+    env = recorder(actions=spaces.Box(low, high), canonical_actions=canonical)
+    bounds = {} if canonical else {"low": torch.from_numpy(low), "high": torch.from_numpy(high)}
     actor, mean = gaussian(env, TanhNormal, distribution_kwargs=bounds)
     rows = random_rows(20, 2)
     with torch.no_grad():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
@@ -76,19 +76,19 @@ def make_two_parts(env: EnvBase) -> ProbabilisticActor:
 def collect(
     make: Callable[..., Any],
     make_policy: Callable[[EnvBase], Any],
-    name: str = "cartpole-swingup",
+    name: str = "gym:Pendulum-v1",
     *,
     steps: int = 20,
     batches: int = 2,
     num_envs: int | None = 3,
-    scaled: bool = False,
+    scaled: Literal["done", "termination"] | None = None,
     **kwargs: Any,
 ) -> tuple[Collector, list[TensorDictBase]]:
     """Some batches of a collector, with the random numbers of a seed."""
     torch.manual_seed(0)
     env = make_env(name, num_envs=num_envs, seed=0, **kwargs)
     if scaled:
-        env.append_transform(ReturnStdScaling(0.99))
+        env.append_transform(ReturnStdScaling(0.99, reset=scaled))
     collector = make(env, make_policy(env), frames_per_batch=steps * (num_envs or 1))
     torch.manual_seed(1)
     return collector, [batch for _, batch in zip(range(batches), collector, strict=False)]
@@ -137,11 +137,11 @@ def test_gaussian_policy(num_envs: int | None) -> None:
 
 @pytest.mark.parametrize("num_envs", [None, 3])
 def test_statistics_staggering_and_limits(num_envs: int | None) -> None:
-    assert_as_torchrl(make_actor, num_envs=num_envs, scaled=True, **NORMALISED)
+    assert_as_torchrl(make_actor, num_envs=num_envs, scaled="done", **NORMALISED)
 
 
-@pytest.mark.parametrize("scaled", [False, True])
-def test_episodes_that_terminate(scaled: bool) -> None:
+@pytest.mark.parametrize("scaled", [None, "termination"])
+def test_episodes_that_terminate(scaled: str | None) -> None:
     """The hopper falls, so that both kinds of ends occur, several at once among them."""
     limits = {"max_episode_steps": 11, "observation_norm": True}
     kwargs = {"name": "gym:Hopper-v5", "steps": 60, "num_envs": 3, "scaled": scaled, **limits}
@@ -166,14 +166,14 @@ def test_discrete_policy() -> None:
 
 
 def test_frame_skip() -> None:
-    assert_as_torchrl(make_actor, frame_skip=3, max_episode_steps=5)
+    assert_as_torchrl(make_actor, name="cartpole-swingup", frame_skip=3, max_episode_steps=5)
 
 
 def test_mode_of_the_policy() -> None:
     """A collector that explores less is obeyed."""
     batches = []
     for make in (DirectCollector, partial(Collector, **TORCHRL)):
-        env = make_env("cartpole-swingup", num_envs=2, seed=0)
+        env = make_env("gym:Pendulum-v1", num_envs=2, seed=0)
         torch.manual_seed(0)
         collector = make(env, make_actor(env), frames_per_batch=10)
         collector.exploration_type = ExplorationType.DETERMINISTIC
@@ -187,7 +187,7 @@ def test_mode_of_the_policy() -> None:
 
 def test_raw_actions_are_stored_and_scored() -> None:
     _, (batch, _) = collect(DirectCollector, make_actor)
-    action, low, high = batch["action"], -1.0, 1.0
+    action, low, high = batch["action"], -2.0, 2.0
     assert ((action < low) | (action > high)).any()  # clipped on their way to the simulator only
     expected = IndependentNormal(batch["loc"], batch["scale"]).log_prob(action)
     torch.testing.assert_close(batch["action_log_prob"], expected)
@@ -247,7 +247,7 @@ def test_state_goes_to_another_collector() -> None:
 
 
 def test_stops_after_the_frames_asked_for() -> None:
-    env = make_env("cartpole-swingup", num_envs=2, seed=0)
+    env = make_env("gym:Pendulum-v1", num_envs=2, seed=0)
     collector = DirectCollector(env, make_actor(env), frames_per_batch=20, total_frames=60)
     assert [batch.numel() for batch in collector] == [20, 20, 20]
 
@@ -288,7 +288,7 @@ def test_seeds_and_shutdown() -> None:
 def test_other_environments_are_stepped_by_torchrl(
     change: Callable[[TransformedEnv], EnvBase],
 ) -> None:
-    known = make_env("cartpole-swingup", num_envs=2, seed=0)
+    known = make_env("gym:Pendulum-v1", num_envs=2, seed=0)
     assert ArrayRollout.of(known) is not None
     assert ArrayRollout.of(known.base_env) is None
     assert ArrayRollout.of(TransformedEnv(known.base_env, StepCounter())) is None
@@ -299,8 +299,8 @@ def test_other_environments_are_stepped_by_torchrl(
 
 
 def test_recurrent_policies_are_called_by_torchrl() -> None:
-    env = make_env("cartpole-swingup", num_envs=2, seed=0)
-    lstm = LSTMModule(5, 4, in_key="observation", out_key="features")
+    env = make_env("gym:Pendulum-v1", num_envs=2, seed=0)
+    lstm = LSTMModule(3, 4, in_key="observation", out_key="features")
     env.append_transform(lstm.make_tensordict_primer())
     policy = TensorDictSequential(lstm, TensorDictModule(nn.Linear(4, 1), ["features"], ["action"]))
     batch = next(iter(DirectCollector(env, policy, frames_per_batch=10)))
@@ -321,7 +321,7 @@ def test_recurrent_policies_are_called_by_torchrl() -> None:
     ids=lambda change: next(iter(change)),
 )
 def test_only_plain_gaussians_are_called_without_a_tensordict(change: dict[str, Any]) -> None:
-    env = make_env("cartpole-swingup", num_envs=2, seed=0)
+    env = make_env("gym:Pendulum-v1", num_envs=2, seed=0)
     assert plain_gaussian(make_actor(env)) is not None
     assert plain_gaussian(make_actor(env, **change)) is None
 

@@ -137,5 +137,7 @@ def unsupported(distribution: type) -> str:
     return (
         f"the policy's distribution must be a diagonal Gaussian ({_GAUSSIANS}), "
         "MultivariateNormal, Categorical or OneHotCategorical (also masked), or a "
-        f"CompositeDistribution of these, got {distribution.__name__}."
+        f"CompositeDistribution of these, got {distribution.__name__}. For actions with bounds use "
+        "IndependentNormal, where the environment clips the action, or TanhNormal, which stays "
+        "inside."
     )

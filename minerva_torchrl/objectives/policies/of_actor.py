@@ -8,7 +8,13 @@ import torch
 from tensordict import NestedKey, TensorDict, unravel_key
 from torch import distributions as D
 from torchrl.data.tensor_specs import Composite, TensorSpec
-from torchrl.modules import MaskedOneHotCategorical, OneHotCategorical, TanhNormal
+from torchrl.modules import (
+    IndependentNormal,
+    MaskedOneHotCategorical,
+    OneHotCategorical,
+    TanhNormal,
+    TruncatedNormal,
+)
 
 from minerva_torchrl.objectives.policies.categorical import Categorical
 from minerva_torchrl.objectives.policies.composite import CompositePolicy
@@ -22,7 +28,12 @@ from minerva_torchrl.objectives.policies.gaussian import (
     FullGaussian,
     TanhGaussian,
 )
-from minerva_torchrl.objectives.specs import action_place, distribution_parts, part_places
+from minerva_torchrl.objectives.specs import (
+    action_place,
+    check_range,
+    distribution_parts,
+    part_places,
+)
 
 __all__ = ["policy_family", "resolve_penalization"]
 
@@ -44,18 +55,21 @@ def policy_family(
     """
     parts = distribution_parts(actor_network)
     if len(parts) == 1:
-        (made_by,) = parts.values()
-        return _family(_made_class(made_by, actor_network), action_spec, per_dim)
+        ((name, (made_by, arguments)),) = parts.items()
+        distribution = _made_class(made_by, actor_network)
+        if name is None:
+            _check_base(distribution, actor_network)
+        return _family(distribution, arguments, action_spec, per_dim)
     actor: Any = actor_network
     place, places = action_place(actor), part_places(actor)
     families = {}
-    for name, made_by in parts.items():
+    for name, (made_by, arguments) in parts.items():
         assert name is not None
         inside = _without_prefix(places[name], place)
         spec = _part_spec(action_spec, inside, places[name])
         distribution = _made_class(made_by, actor_network)
         dimensions = None if issubclass(distribution, _WITHOUT_DIMENSIONS) else per_dim
-        families[name] = (inside, _family(distribution, spec, dimensions))
+        families[name] = (inside, _family(distribution, arguments, spec, dimensions))
     policy = CompositePolicy(families)
     if per_dim and not any(family.constraint_shape for _, family in families.values()):
         raise ValueError(
@@ -69,7 +83,10 @@ _WITHOUT_DIMENSIONS = (D.Categorical, D.OneHotCategorical, D.MultivariateNormal)
 
 
 def _family(
-    distribution: type[D.Distribution], spec: TensorSpec | None, per_dim: bool | None
+    distribution: type[D.Distribution],
+    arguments: dict[str, Any],
+    spec: TensorSpec | None,
+    per_dim: bool | None,
 ) -> PolicyFamily:
     """The family of one distribution."""
     if issubclass(distribution, (D.Categorical, D.OneHotCategorical)):
@@ -85,19 +102,36 @@ def _family(
                 "bound."
             )
         return FullGaussian(spec)
-    if not issubclass(distribution, (D.Independent, TanhNormal)):
+    is_gaussian = issubclass(distribution, (D.Independent, TanhNormal))
+    if not is_gaussian or issubclass(distribution, TruncatedNormal):
         raise NotImplementedError(unsupported(distribution))
-    family = TanhGaussian if issubclass(distribution, TanhNormal) else DiagonalGaussian
-    return family(spec, per_dim=per_dim is None or per_dim)
+    per_dim = per_dim is None or per_dim
+    if issubclass(distribution, TanhNormal):
+        check_range(arguments, spec)
+        return TanhGaussian(spec, per_dim=per_dim)
+    return DiagonalGaussian(spec, per_dim=per_dim)
 
 
 def _made_class(made_by: Any, actor_network: Any) -> type[D.Distribution]:
     """The class of a distribution that is made by a class or a function."""
-    if isinstance(made_by, type):
-        return made_by
-    head = actor_network[-1]  # a function: see what it makes
+    return made_by if isinstance(made_by, type) else type(_example(actor_network))
+
+
+def _example(actor_network: Any) -> Any:
+    """What the head of an actor makes of some parameters."""
+    head = actor_network[-1]
     parameters = TensorDict({key: torch.ones(1) for key in head.in_keys})
-    return type(leaf_distribution(head.get_dist(parameters)))
+    return leaf_distribution(head.get_dist(parameters))
+
+
+def _check_base(distribution: type[D.Distribution], actor_network: Any) -> None:
+    """Raise if what is independent over the dimensions is no Gaussian."""
+    if issubclass(distribution, D.Independent) and not issubclass(
+        distribution, (IndependentNormal, TruncatedNormal)
+    ):
+        base = type(_example(actor_network).base_dist)
+        if base is not D.Normal:
+            raise NotImplementedError(unsupported(base))
 
 
 def _without_prefix(place: NestedKey, outer: NestedKey) -> NestedKey:

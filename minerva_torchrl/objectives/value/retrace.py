@@ -343,11 +343,7 @@ class Retrace(ValueEstimatorBase):
         key = self.tensor_keys.sample_log_prob
         log_mu = tensordict.get(key, None)
         if log_mu is None:
-            raise ValueError(
-                f"trace={self.trace!r} needs the log-probability of the action at collection time, "
-                f"but the entry {key!r} is missing. Build the policy with return_log_prob=True, or "
-                "name the entry with set_keys(sample_log_prob=...)."
-            )
+            raise ValueError(missing_log_prob(key, f"trace={self.trace!r}"))
         if self._log_probs_checked or log_mu.is_meta or is_compiling():
             return log_mu
         zero, mask = log_mu.reshape(-1) == 0, tensordict.get(("collector", "mask"), None)
@@ -437,6 +433,15 @@ class Retrace(ValueEstimatorBase):
                 raise NotImplementedError(f"actor_network must have one action, got {names}.")
             dist = dist.dists[names[0]]
         return dist
+
+
+def missing_log_prob(key: NestedKey | None, what: str = "Retrace") -> str:
+    """What to say of data without the log-probabilities of its actions."""
+    return (
+        f"{what} needs the log-probability of the action at collection time, but the entry {key!r} "
+        "is missing. Build the policy with return_log_prob=True, or name the entry with "
+        "set_keys(...)."
+    )
 
 
 def _held_out(network: TensorDictModule, params: TensorDictBase | None) -> Any:
