@@ -335,6 +335,7 @@ class MPOTrainer(Trainer):
             keys=stored_keys(loss_module),
             n_steps=n_steps,
             gamma=gamma,
+            reward_keys=loss_module.reward_keys,
             every_next_state=loss_module.policy_states == "next",
             sequence_length=sequence_length,
             device=device,
