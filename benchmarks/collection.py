@@ -45,7 +45,7 @@ from mpo_floor import Policy
 from minerva_torchrl import make_env
 from minerva_torchrl.envs.batched import copy_seeds
 from minerva_torchrl.modules import DirectModule, GaussianPolicy
-from minerva_torchrl.trainers import DirectCollector
+from minerva_torchrl.trainers.collector import DirectCollector
 
 LAYERS = (512, 256)
 # What a training run gives its collector, for one of TorchRL's.

@@ -21,7 +21,7 @@ from minerva_torchrl.runs.parts import UserParts, find_parts
 from minerva_torchrl.runs.sizes import check_memory
 from minerva_torchrl.runs.strict import ConfigError
 from minerva_torchrl.text import one_line
-from minerva_torchrl.trainers import DirectCollector
+from minerva_torchrl.trainers.collector import DirectCollector
 from minerva_torchrl.trainers.compiled import CompiledGradients, why_not
 from minerva_torchrl.trainers.stepping import GuardedStepper
 

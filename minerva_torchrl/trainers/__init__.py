@@ -1,7 +1,6 @@
 """The order of updates, and trainers that run them."""
 
 from minerva_torchrl.trainers.annealing import linear_lr_annealing
-from minerva_torchrl.trainers.collector import DirectCollector
 from minerva_torchrl.trainers.hooks import make_target_updater
 from minerva_torchrl.trainers.mpo import MPOOptimizationStepper, MPOTrainer
 from minerva_torchrl.trainers.ppo import KLEarlyStop, PPOOptimizationStepper, make_ppo_trainer
@@ -10,7 +9,6 @@ from minerva_torchrl.trainers.stepping import NonFiniteError
 from minerva_torchrl.trainers.vmpo import VMPOOptimizationStepper, VMPOTrainer
 
 __all__ = [
-    "DirectCollector",
     "KLEarlyStop",
     "MPOOptimizationStepper",
     "MPOTrainer",

@@ -25,7 +25,7 @@ from minerva_torchrl.envs import ReturnStdScaling, make_env
 from minerva_torchrl.envs.arrays import ArrayRollout
 from minerva_torchrl.modules import DirectModule, GaussianPolicy
 from minerva_torchrl.modules.direct import plain_gaussian
-from minerva_torchrl.trainers import DirectCollector
+from minerva_torchrl.trainers.collector import DirectCollector
 
 TORCHRL = {
     "total_frames": -1,
