@@ -20,7 +20,8 @@ def mpo_preset(name: str) -> Preset:
     """The preset of MPO with a name.
 
     Args:
-        name (str): ``"default"``, ``"minerva-seed"``, ``"acme"`` or ``"tonic"``.
+        name (str): ``"default"``, ``"minerva-seed"``, ``"acme"``, ``"acme-dmpo"``, ``"acme-mog"``,
+            ``"acme-categorical"`` or ``"tonic"``.
 
     Examples:
         >>> mpo_preset("minerva-seed").adam

@@ -93,7 +93,7 @@ def test_a_preset_in_the_help(workplace: Path, capsys: pytest.CaptureFixture[str
     assert main(["train", "mpo", "--help", "preset=tonic", "seed=7"]) == 0
     output = capsys.readouterr().out
     for line in (
-        "Train MPO. Maximum a posteriori policy optimisation, off-policy, for continuous actions.",
+        "Train MPO. Maximum a posteriori policy optimisation, off-policy, for continuous and",
         "python -m minerva_torchrl train mpo --multirun seed=0,1,2",
         r"seed: 7 +# Seed of everything: networks, environments, sampling\.",
         r"target_tau: 0\.005 +# Moving average of the target networks instead\.",

@@ -4,22 +4,19 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from tensordict.nn import ProbabilisticTensorDictSequential
-from torchrl.data import LazyTensorStorage, OneHot, TensorDictReplayBuffer
+from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.envs import EnvBase
 from torchrl.objectives import ValueEstimators
 
 from minerva_torchrl.algorithms.common import (
     Algorithm,
     Preset,
-    gaussian_actor,
-    gaussian_policy,
     make_optimizer,
     single_specs,
-    torso_settings,
 )
 from minerva_torchrl.algorithms.config import (
     LossConfig,
@@ -30,8 +27,15 @@ from minerva_torchrl.algorithms.config import (
     not_positive,
     out_of_range,
 )
-from minerva_torchrl.modules import DirectModule, StateActionCritic
+from minerva_torchrl.algorithms.family import (
+    make_action_critic,
+    make_critic,
+    make_policy,
+    objectives_from,
+)
+from minerva_torchrl.modules import DirectModule
 from minerva_torchrl.objectives import MPOLoss
+from minerva_torchrl.objectives.policies import policy_family
 from minerva_torchrl.trainers import (
     MPOOptimizationStepper,
     MPOTrainer,
@@ -66,6 +70,14 @@ class ReplayBufferConfig:
 class MPONetworkConfig(NetworkConfig):
     """Networks with a LayerNorm-tanh first layer and ELU above."""
 
+    policy: Literal["gaussian", "tanh_gaussian", "full_covariance"] = "gaussian"  # type: ignore[assignment]
+    """Distribution of continuous actions. Those of discrete tasks are categorical."""
+    critic: Literal[
+        "scalar", "categorical", "two_hot", "hl_gauss", "quantile", "gaussian_mixture"
+    ] = "scalar"
+    """What the critics predict: the value, probabilities of bins, or a distribution of returns."""
+    critic_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Arguments of that critic, as in ``network.critic_kwargs.v_max=100``."""
     init_scale: float = 0.5
     """``loss.epsilon_stddev`` lets it change slowly."""
     num_critics: int = 1
@@ -86,6 +98,8 @@ class MPOLossConfig(LossConfig):
     epsilon_mean: float = 1e-2
     """Larger than in the papers, to make up for fewer updates."""
     epsilon_stddev: float = MPOLoss.default_constraints["stddev"][0]
+    epsilon_covariance: float | None
+    epsilon_policy: float | None
     per_dim_constraining: bool = True
     action_penalization: bool | None
     epsilon_penalty: float = 0.05
@@ -93,6 +107,8 @@ class MPOLossConfig(LossConfig):
     init_temperature: float
     init_alpha_mean: float = MPOLoss.default_constraints["mean"][1]
     init_alpha_stddev: float = MPOLoss.default_constraints["stddev"][1]
+    init_alpha_covariance: float | None
+    init_alpha_policy: float | None
     init_penalty_temperature: float
     temperature_update: Literal["gradient", "solve"]
     alpha_update: Literal["gradient", "relative"]
@@ -100,6 +116,9 @@ class MPOLossConfig(LossConfig):
     sequence_steps: Literal["all", "first"]
     qvalue_reduction: Literal["min", "mean"]
     loss_function: Literal["l2", "l1", "smooth_l1"]
+    objectives: dict[str, Any] = field(default_factory=dict)
+    """By name, objectives beside the return: a bound, as in ``loss.objectives.energy=0.1``, or the
+    fields of an ``Objective`` or a ``CostLimit``, as in ``loss.objectives.energy.threshold=20``."""
     critic_coeff: float
     truncation_is_terminal: bool = False
     """Let the return end at a time limit, which makes it wrong. The reference agent does so."""
@@ -165,6 +184,7 @@ class MPOConfig(RunConfig):
         yield from out_of_range(self, 1_000, "optim.updates_per_frame")
         yield from out_of_range(self, 1.0, "optim.target_tau")
         yield from self._problems_with_sequences()
+        yield from self._problems_with_critics()
         buffer = self.replay_buffer
         if buffer.size < buffer.batch_size:
             yield (
@@ -194,6 +214,28 @@ class MPOConfig(RunConfig):
                 f"update, got {self.optim.updates_per_frame} times "
                 f"{self.collector.frames_per_batch}."
             )
+
+    def _problems_with_critics(self) -> Iterator[str]:
+        network, estimator = self.network, self.loss.value_estimator
+        try:
+            critic = make_critic(network.critic, network.critic_kwargs)
+        except ValueError as error:
+            yield f"network.critic_kwargs: {error}"
+            return
+        if critic.one_step_targets and estimator != "td0":
+            yield (
+                f"network.critic={network.critic} takes one-step and n-step targets "
+                f"(loss.value_estimator=td0), got {estimator}."
+            )
+        if network.critic != "scalar" and self.loss.loss_function != "l2":
+            yield (
+                f"loss.loss_function={self.loss.loss_function} is for network.critic=scalar, got "
+                f"{network.critic}."
+            )
+        try:
+            objectives_from(self.loss.objectives)
+        except (ValueError, TypeError) as error:
+            yield f"loss.objectives: {error}"
 
     def _problems_with_sequences(self) -> Iterator[str]:
         estimator, length = self.loss.value_estimator, self.replay_buffer.sequence_length
@@ -398,11 +440,38 @@ PRESETS = {
 }
 
 
+def _acme_with(description: str, **network: Any) -> Preset:
+    """The preset of Acme's agent with other networks."""
+    acme = PRESETS["acme"]
+    run = {**acme.run, "network": {**acme.run["network"], **network}}
+    return replace(acme, run=run, description=description)
+
+
+_ATOMS = {"v_min": -150.0, "v_max": 150.0, "num_atoms": 51}
+PRESETS |= {
+    "acme-dmpo": _acme_with(
+        "as acme, with the categorical critic of its distributional agent (DMPO)",
+        critic="categorical",
+        critic_kwargs=_ATOMS,
+    ),
+    "acme-mog": _acme_with(
+        "as acme, with the mixture of five Gaussians that its JAX agent has as a critic",
+        critic="gaussian_mixture",
+        critic_kwargs={"num_components": 5},
+    ),
+    "acme-categorical": _acme_with(
+        "as acme, with the critic of its JAX agent that fits bins to a scalar target (two-hot)",
+        critic="two_hot",
+        critic_kwargs=_ATOMS,
+    ),
+}
+
+
 # The algorithm -----------------------------------------------------------------------------------
 
 
 class MPO(Algorithm[MPOConfig]):
-    """Maximum a posteriori policy optimisation, off-policy, for continuous actions."""
+    """Maximum a posteriori policy optimisation, off-policy, for continuous and discrete actions."""
 
     title = "MPO"
     config_class = MPOConfig
@@ -411,39 +480,48 @@ class MPO(Algorithm[MPOConfig]):
     def make_networks(
         self, env: EnvBase
     ) -> tuple[ProbabilisticTensorDictSequential, list[DirectModule]]:
-        """A Gaussian policy, and critics of states and actions."""
+        """The policy of the task's actions, and critics of states and actions."""
         obs_dim, action_spec = single_specs(env)
-        if isinstance(action_spec, OneHot):
-            raise ValueError(
-                f"MPO is for continuous actions, and those of {self.config.env.name} are discrete. "
-                "Use V-MPO or PPO."
-            )
-        action_dim, network = action_spec.shape[-1], self.config.network
-        policy = gaussian_policy(obs_dim, action_spec, network)
+        settings = self.config.network
+        critic = make_critic(settings.critic, settings.critic_kwargs)
+        outputs = critic.width * (1 + len(self.config.loss.objectives))
+        actor = make_policy(obs_dim, action_spec, settings)
         critics = [
-            DirectModule(
-                StateActionCritic(
-                    obs_dim, action_dim, network.critic_sizes, **torso_settings(network)
-                ),
-                in_keys=["observation", "action"],
-                out_keys=["state_action_value"],
-            )
-            for _ in range(network.num_critics)
+            make_action_critic(obs_dim, action_spec, settings, outputs)
+            for _ in range(settings.num_critics)
         ]
-        return gaussian_actor(policy, action_spec, network.policy), critics
+        return actor, critics
 
     def make_loss(self, actor: ProbabilisticTensorDictSequential, critic: Any) -> MPOLoss:
         """The loss of a policy and one or several critics."""
-        arguments = dict(vars(self.config.loss))
+        arguments, network = dict(vars(self.config.loss)), self.config.network
         gamma, estimator, lmbda = (arguments.pop(k) for k in ("gamma", "value_estimator", "lmbda"))
         truncation_is_terminal = arguments.pop("truncation_is_terminal")
-        loss = MPOLoss(actor, critic, **arguments)
+        arguments["objectives"] = objectives_from(arguments["objectives"])
+        if network.critic != "scalar":
+            arguments["critic"] = make_critic(network.critic, network.critic_kwargs)
+        loss = MPOLoss(actor, critic, **self._applicable(arguments, actor))
         if truncation_is_terminal:
             loss.set_keys(terminated=loss.tensor_keys.done)
         if estimator == "td0":
             return loss.make_value_estimator(gamma=gamma)
         kind = "retrace" if estimator == "retrace" else ValueEstimators.TDLambda
         return loss.make_value_estimator(kind, gamma=gamma, lmbda=lmbda)
+
+    def _applicable(self, arguments: dict[str, Any], actor: Any) -> dict[str, Any]:
+        """Without defaults of runs that are not for the constraints of this policy.
+
+        A setting that differs from its default is left, for the loss to refuse.
+        """
+        family = policy_family(actor, None, per_dim=False)
+        kinds = {kind for kind, _ in family.constraint_kinds().values()}
+        absent = {"mean", "stddev", "covariance", "policy"} - kinds
+        names = [f"{name}_{kind}" for name in ("epsilon", "init_alpha") for kind in absent]
+        if "stddev" in absent:  # no dimensions to constrain by themselves
+            names.append("per_dim_constraining")
+        default = vars(MPOLossConfig())
+        given = {name: arguments[name] for name in names if arguments[name] == default[name]}
+        return {**arguments, **dict.fromkeys(given)}
 
     def make_replay_buffer(self) -> TensorDictReplayBuffer:
         """A buffer that draws transitions, or sequences of one episode each."""

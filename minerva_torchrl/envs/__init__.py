@@ -1,6 +1,7 @@
 """Environments and the transforms they need."""
 
 from minerva_torchrl.envs import _opengl  # noqa: F401 (first: it explains why mujoco may fail)
+from minerva_torchrl.envs.energy import EnergyCost
 from minerva_torchrl.envs.failures import EnvironmentFailure, PolicyFailure
 from minerva_torchrl.envs.gym import GymnasiumEnv
 from minerva_torchrl.envs.make import list_envs, make_env
@@ -9,6 +10,7 @@ from minerva_torchrl.envs.suite import SuiteEnv
 from minerva_torchrl.envs.transforms import ReturnStdScaling, RunningObservationNorm
 
 __all__ = [
+    "EnergyCost",
     "EnvironmentFailure",
     "GymnasiumEnv",
     "PolicyFailure",

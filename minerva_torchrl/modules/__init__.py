@@ -7,6 +7,7 @@ from minerva_torchrl.modules.gaussian import StateIndependentScale
 from minerva_torchrl.modules.init import initialize_, orthogonal_init_
 from minerva_torchrl.modules.memory import keep_freed_memory
 from minerva_torchrl.modules.networks import (
+    CholeskyPolicy,
     ControlTorso,
     GaussianPolicy,
     StateActionCritic,
@@ -21,6 +22,7 @@ from minerva_torchrl.modules.popart import (
 
 __all__ = [
     "ELU",
+    "CholeskyPolicy",
     "ControlTorso",
     "DirectClipPPOLoss",
     "DirectModule",

@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -16,7 +16,14 @@ from minerva_torchrl.modules.gaussian import log_scale_range
 from minerva_torchrl.modules.init import Initializer, initialize_
 from minerva_torchrl.objectives.checks import check_choice, check_count
 
-__all__ = ["Activation", "ControlTorso", "GaussianPolicy", "StateActionCritic", "TanhInterval"]
+__all__ = [
+    "Activation",
+    "CholeskyPolicy",
+    "ControlTorso",
+    "GaussianPolicy",
+    "StateActionCritic",
+    "TanhInterval",
+]
 
 Activation = Literal["elu", "relu", "tanh"]
 """Names of activations."""
@@ -205,6 +212,50 @@ class GaussianPolicy(nn.Module):
         return scale if self.max_scale is None else scale.clamp_max(self.max_scale)
 
 
+class CholeskyPolicy(GaussianPolicy):
+    r"""Mean and Cholesky factor of the covariance of a Gaussian over raw actions.
+
+    The diagonal of the factor is :math:`\sigma` of :class:`GaussianPolicy`; what is below is
+    :math:`\sigma_i W_L h`, and near zero at first.
+
+    Args:
+        obs_dim (int): size of the observation.
+        action_dim (int): number of action dimensions ``D``.
+        sizes (sequence of int): sizes of the torso's layers.
+
+    Keyword Args:
+        initializer (str): of torso and heads, see :class:`GaussianPolicy`.
+        **settings: as in :class:`GaussianPolicy`.
+
+    Examples:
+        >>> policy = CholeskyPolicy(3, 2, (64, 64))
+        >>> loc, scale_tril = policy(torch.randn(5, 3))
+        >>> loc.shape, scale_tril.shape, scale_tril[0, 0, 1].item()
+        (torch.Size([5, 2]), torch.Size([5, 2, 2]), 0.0)
+    """
+
+    def __init__(
+        self,
+        obs_dim: int,
+        action_dim: int,
+        sizes: Sequence[int],
+        *,
+        initializer: Initializer = "small_heads",
+        **settings: Any,
+    ) -> None:
+        super().__init__(obs_dim, action_dim, sizes, initializer=initializer, **settings)
+        below = nn.Linear(self.torso.out_features, action_dim * action_dim)
+        self.below = initialize_(below, "loc", initializer)
+
+    def forward(self, observation: Tensor) -> tuple[Tensor, Tensor]:
+        """``loc`` ``[*B, D]`` and ``scale_tril`` ``[*B, D, D]``."""
+        features = self.torso(observation)
+        scale = self._positive(self.scale(features)).unsqueeze(-1)
+        below = self.below(features).unflatten(-1, (scale.shape[-2], -1)).tril(-1)
+        identity = torch.eye(scale.shape[-2], dtype=scale.dtype, device=scale.device)
+        return self.loc_activation(self.loc(features)), scale * (below + identity)
+
+
 class StateActionCritic(nn.Module):
     r"""Action value :math:`Q(s, a)` that works once per state and not once per sampled action.
 
@@ -219,6 +270,7 @@ class StateActionCritic(nn.Module):
         sizes (sequence of int): sizes of the torso's layers.
 
     Keyword Args:
+        out_features (int): outputs for an action. Defaults to ``1``, the value.
         activation (str): see :class:`ControlTorso`, as the next two.
         layer_norm (bool): of the torso.
         initializer (str): of torso and head.
@@ -236,6 +288,7 @@ class StateActionCritic(nn.Module):
         action_dim: int,
         sizes: Sequence[int],
         *,
+        out_features: int = 1,
         activation: Activation = "elu",
         layer_norm: bool = True,
         initializer: Initializer = "small_heads",
@@ -243,6 +296,8 @@ class StateActionCritic(nn.Module):
         super().__init__()
         check_count("obs_dim", obs_dim)
         check_count("action_dim", action_dim)
+        check_count("out_features", out_features)
+        self.out_features = out_features
         self.obs_dim = obs_dim
         self.torso = ControlTorso(
             obs_dim + action_dim,
@@ -251,10 +306,11 @@ class StateActionCritic(nn.Module):
             layer_norm=layer_norm,
             initializer=initializer,
         )
-        self.head = initialize_(nn.Linear(self.torso.out_features, 1), "value", initializer)
+        head = nn.Linear(self.torso.out_features, out_features)
+        self.head = initialize_(head, "value", initializer)
 
     def forward(self, observation: Tensor, action: Tensor) -> Tensor:
-        """Values, ``[*B, 1]``, of actions ``[*B, D]`` at observations ``[*B, obs_dim]``."""
+        """Outputs ``[*B, out_features]`` for observations ``[*B, obs_dim]`` and actions."""
         first = self.torso.first
         state_weight, action_weight = first.weight.split(
             [self.obs_dim, first.in_features - self.obs_dim], dim=1

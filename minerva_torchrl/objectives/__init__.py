@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from minerva_torchrl.objectives.duals import Constraint, DualVariable, Temperature
+from minerva_torchrl.objectives.goals import CostLimit, Objective
 from minerva_torchrl.objectives.mpo import MPOLoss
 from minerva_torchrl.objectives.ppo import estimate_advantage, make_ppo_loss
 from minerva_torchrl.objectives.value import Retrace
@@ -15,8 +16,10 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Constraint",
+    "CostLimit",
     "DualVariable",
     "MPOLoss",
+    "Objective",
     "PopArtClipPPOLoss",
     "PopArtHead",
     "Retrace",

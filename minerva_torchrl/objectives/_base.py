@@ -21,7 +21,12 @@ from torchrl.objectives.utils import ValueEstimators, dispatch_value_estimator
 from typing_extensions import Self
 
 from minerva_torchrl.objectives.checks import check_choice, check_positive
-from minerva_torchrl.objectives.duals import Constraint, DualVariable, Temperature
+from minerva_torchrl.objectives.duals import (
+    Constraint,
+    CostMultiplier,
+    DualVariable,
+    Temperature,
+)
 from minerva_torchrl.objectives.specs import keys_without
 from minerva_torchrl.objectives.swapping import using
 
@@ -110,7 +115,10 @@ class DualLossModule(LossModule):
         self.scalar_output_mode = scalar_output_mode
         self.temperatures: dict[str, Temperature] = {}
         self.constraints: dict[str, Constraint] = {}
-        self._bounds: dict[str, Temperature | Constraint] = {}  # by the name of the bound
+        self.cost_multipliers: dict[str, CostMultiplier] = {}
+        self._bounds: dict[
+            str, Temperature | Constraint | CostMultiplier
+        ] = {}  # by the name of the bound
         self.register_load_state_dict_pre_hook(_upgrade_before_loading)
 
     # Dual variables ------------------------------------------------------------------------------
@@ -160,7 +168,14 @@ class DualLossModule(LossModule):
             self.constraints[name] = Constraint(init, epsilon, shape, relative=relative)
             self._register_dual(f"alpha_{name}", f"epsilon_{name}", self.constraints[name])
 
-    def _register_dual(self, name: str, bound: str, dual: Temperature | Constraint) -> None:
+    def _add_cost_multiplier(self, name: str, init: float, threshold: float) -> None:
+        """Give a cost its multiplier."""
+        self.cost_multipliers[name] = CostMultiplier(init, threshold)
+        self._register_dual(f"{name}_multiplier", f"threshold_{name}", self.cost_multipliers[name])
+
+    def _register_dual(
+        self, name: str, bound: str, dual: Temperature | Constraint | CostMultiplier
+    ) -> None:
         if "duals" not in self._modules:  # only now: the networks' parameters come first
             self.duals = nn.ModuleDict()
         self.duals[name] = self._bounds[bound] = dual.to(self._default_device)
@@ -178,7 +193,8 @@ class DualLossModule(LossModule):
         if dual is None:
             super().__setattr__(name, value)
         else:
-            check_positive(name, value)
+            if not isinstance(dual, CostMultiplier):  # whose threshold may have any sign
+                check_positive(name, value)
             dual.epsilon.fill_(value)
 
     def dual_variables(self) -> Iterator[DualVariable]:
@@ -202,7 +218,7 @@ class DualLossModule(LossModule):
 
     def alpha_parameters(self) -> list[nn.Parameter]:
         """Those of the multipliers only."""
-        return [dual.raw for dual in self.constraints.values()]
+        return [dual.raw for dual in (*self.constraints.values(), *self.cost_multipliers.values())]
 
     def solved_parameters(self) -> list[nn.Parameter]:
         """Dual variables that are set by the E-step, not by an optimiser."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, Literal, TypeVar
@@ -23,19 +24,21 @@ from torchrl.objectives.utils import ValueEstimators, _vmap_func
 from torchrl.objectives.value import TD0Estimator
 from typing_extensions import Self
 
-from minerva_torchrl.objectives._base import DualLossModule, full_precision
+from minerva_torchrl.objectives._base import MAIN_OBJECTIVE, DualLossModule, full_precision
 from minerva_torchrl.objectives._data import blank, time_dim
 from minerva_torchrl.objectives.checks import check_choice
 from minerva_torchrl.objectives.critics import (
     ActionValueCritic,
     AllActionsCritic,
+    Critic,
     SingleActionCritic,
+    check_width,
     make_ensemble,
 )
+from minerva_torchrl.objectives.goals import CostLimit, Objective
 from minerva_torchrl.objectives.policies import Categorical, policy_family
 from minerva_torchrl.objectives.specs import (
     action_place,
-    keys_without,
     reads,
     resolve_action_spec,
 )
@@ -83,6 +86,8 @@ class OffPolicyLoss(DualLossModule):
         "retrace",
     )
 
+    _value_estimator: Any
+    _critic_state_keys: list[NestedKey]
     qvalue_network: TensorDictModule
     qvalue_network_params: TensorDictParams
     target_qvalue_network_params: TensorDictParams
@@ -92,6 +97,8 @@ class OffPolicyLoss(DualLossModule):
         actor_network: ProbabilisticTensorDictSequential,
         qvalue_network: TensorDictModule | Sequence[TensorDictModule],
         *,
+        critic: Critic,
+        objectives: Mapping[str, Objective | CostLimit],
         num_qvalue_nets: int,
         qvalue_reduction: Literal["min", "mean"],
         action_spec: TensorSpec | None,
@@ -128,8 +135,17 @@ class OffPolicyLoss(DualLossModule):
         self._warned_of_single_steps = False
 
         self.convert_to_functional(actor_network, "actor_network", create_target_params=delay_actor)
+        self.objectives: dict[str, Objective | CostLimit | None] = {
+            MAIN_OBJECTIVE: None,
+            **objectives,
+        }
+        # A copy for each, because supports that adapt are their own.
+        copies: list[Critic] = [critic, *(deepcopy(critic) for _ in objectives)]
+        self.critics = nn.ModuleList(copies).to(self._default_device)
         of_actor = list(actor_network.parameters())
         critics = make_ensemble(qvalue_network, num_qvalue_nets, of_actor)
+        what = f"{len(copies)} x {critic.width} of a {type(critic).__name__}"
+        check_width(critics, "qvalue_network", len(copies) * critic.width, what)
         self.num_qvalue_nets = len(critics)
         # expand_dim on a single module would redraw its weights, a list leaves them as they are.
         single = self.num_qvalue_nets == 1
@@ -155,6 +171,16 @@ class OffPolicyLoss(DualLossModule):
             self._values_all_actions = not reads_action
             name = "state_action_value" if reads_action else "action_value"
             self.set_keys(**{name: written[0]})
+
+    def _add_objectives(
+        self, objectives: Mapping[str, Objective | CostLimit], *, solved: bool
+    ) -> None:
+        """Give every objective beside the return its temperature, or its multiplier."""
+        for name, goal in objectives.items():
+            if isinstance(goal, CostLimit):
+                self._add_cost_multiplier(name, goal.init_multiplier, goal.threshold)
+            else:
+                self._add_temperature(name, goal.init_temperature, goal.epsilon, solved=solved)
 
     def _check_critic(self, reads_action: bool, written: list[NestedKey]) -> None:
         """Raise if a critic can't tell actions apart."""
@@ -216,6 +242,7 @@ class OffPolicyLoss(DualLossModule):
         states = self._state_keys
         in_keys = [*states, keys.action]
         in_keys += [("next", key) for key in (*states, keys.reward, keys.done, keys.terminated)]
+        in_keys += [("next", key) for key in self.reward_keys[1:]]
         if self._corrects_off_policy and keys.log_prob in self.value_estimator.in_keys:
             in_keys.append(keys.log_prob)
         self._in_keys = [unravel_key(key) for key in in_keys]
@@ -244,8 +271,9 @@ class OffPolicyLoss(DualLossModule):
             }
             accepted = estimator._AcceptedKeys.__dataclass_fields__
             estimator.set_keys(**{name: key for name, key in names.items() if name in accepted})
-        # All that the critic reads but the action, or an entry that has the action inside.
-        self._critic_state_keys = keys_without(self.qvalue_network.in_keys, [keys.action])
+        # All that the critic reads but the action, its parts, or an entry that has it inside.
+        inputs = self.qvalue_network.in_keys
+        self._critic_state_keys = [key for key in inputs if not reads([key], keys.action)]
         super()._forward_value_estimator_keys(**kwargs)
 
     def make_value_estimator(self, value_type: Any = None, **hyperparams: Any) -> Self:
@@ -261,7 +289,16 @@ class OffPolicyLoss(DualLossModule):
             The loss.
         """
         # The loss samples the value of the next state itself.
-        return self._make_value_estimator(value_type, None, **hyperparams)
+        self._make_value_estimator(value_type, None, **hyperparams)
+        estimator, (_, critic) = self._value_estimator, self._critics_by_objective()[0]
+        if critic.one_step_targets and not isinstance(estimator, TD0Estimator):
+            self._value_estimator = None
+            raise ValueError(
+                f"a {type(critic).__name__} takes one-step and n-step targets (ValueEstimators.TD0)"
+                f", not {type(estimator).__name__}: use a ScalarCritic, TwoHotCritic or "
+                "HLGaussCritic with that."
+            )
+        return self
 
     def _checked(self, tensordict: TensorDictBase) -> TensorDictBase:
         """The data, if it is what the loss needs, with zeros where it is padded."""
@@ -284,22 +321,36 @@ class OffPolicyLoss(DualLossModule):
         for name in ("reward", "done", "terminated"):
             key = getattr(self.tensor_keys, name)
             shape = tensordict.get(("next", key)).shape
-            if shape != (*tensordict.shape, 1):
+            wanted = (*tensordict.shape, self._reward_width if name == "reward" else 1)
+            if shape != wanted:
                 raise ValueError(
-                    f"{('next', key)} must have shape {(*tensordict.shape, 1)} for a batch of "
+                    f"{('next', key)} must have shape {wanted} for a batch of "
                     f"shape {tuple(tensordict.shape)}, got {tuple(shape)}."
                 )
         action = tensordict.get(self.tensor_keys.action)
         self.policy.check_action(self.tensor_keys.action, action, tensordict.shape)
 
+    @property
+    def reward_keys(self) -> list[NestedKey]:
+        """Entries that have rewards, that of the return first."""
+        goals = [goal for goal in self.objectives.values() if goal is not None]
+        own = [goal.reward for goal in goals if goal.reward is not None]
+        return [self.tensor_keys.reward, *own]
+
+    @property
+    def _reward_width(self) -> int:
+        """Rewards in the entry of the reward: all of them unless they have entries of their own."""
+        return len(self.objectives) if len(self.reward_keys) == 1 else 1
+
     # Values --------------------------------------------------------------------------------------
 
     @property
     def _critic(self) -> ActionValueCritic:
-        keys = self.tensor_keys
+        keys, critics = self.tensor_keys, self._critics_by_objective()
+        features = (len(critics), critics[0][1].width)
         if self._values_all_actions:
-            return AllActionsCritic(keys.action_value)
-        return SingleActionCritic(keys.state_action_value, keys.action)
+            return AllActionsCritic(keys.action_value, features)
+        return SingleActionCritic(keys.state_action_value, keys.action, features)
 
     def _evaluate(self, inputs: TensorDictBase, *, params: TensorDictParams) -> Tensor:
         """What the critics write, ``[K, *B, ...]``."""
@@ -315,43 +366,92 @@ class OffPolicyLoss(DualLossModule):
     def _critic_inputs(self, states: TensorDictBase) -> TensorDictBase:
         return states.select(*self._critic_state_keys)
 
-    def _target_value(
-        self, states: TensorDictBase, action: Tensor, *, candidates: bool = False
-    ) -> Tensor:
-        """Target value of an action at each state, ``[*B]``, or of candidates, ``[N, *B]``."""
+    def _target_values(
+        self, states: TensorDictBase, action: Any, *, candidates: bool = False
+    ) -> dict[str, Tensor]:
+        """What the target critics say of candidates ``[N, *B]``, or of one action, as ``N = 1``.
+
+        By objective, as its critic selects it from the ensemble.
+        """
         evaluate = partial(self._evaluate, params=self.target_qvalue_network_params)
         score = self._critic.of_candidates if candidates else self._critic.of_action
-        values = score(evaluate, self._critic_inputs(states), self.policy.clip(action))
-        return values.amin(0) if self.qvalue_reduction == "min" else values.mean(0)
+        outputs = score(evaluate, self._critic_inputs(states), self.policy.clip(action))
+        outputs = outputs if candidates else outputs.unsqueeze(1)
+        return {
+            name: critic.select(outputs[..., i, :], self.qvalue_reduction)
+            for i, (name, critic) in enumerate(self._critics_by_objective())
+        }
 
-    def _online_value(self, states: TensorDictBase) -> Tensor:
-        """Values of the stored actions by all critics, ``[K, *B]``."""
+    def _critics_by_objective(self) -> list[tuple[str, Critic]]:
+        return list(zip(self.objectives, self.critics, strict=True))  # type: ignore[arg-type]
+
+    def _online_outputs(self, states: TensorDictBase) -> Tensor:
+        """What all critics write for the stored actions, ``[K, *B, objectives, P]``."""
         evaluate = partial(self._evaluate, params=self.qvalue_network_params)
         action = self.policy.clip(states.get(self.tensor_keys.action))
         return self._critic.of_action(evaluate, self._critic_inputs(states), action)
 
     @torch.no_grad()
-    def _value_target(self, tensordict: TensorDictBase, next_value: Tensor) -> Tensor:
-        """Target of the critic for every step, ``[*B, 1]``."""
-        estimator = self.value_estimator
+    def _value_target(
+        self, tensordict: TensorDictBase, next_values: Mapping[str, Tensor]
+    ) -> Tensor:
+        """Targets of the critics for every step, those of all objectives side by side."""
         tensordict = self._cut_at_padding(tensordict)
+        given: dict[str, dict[str, Tensor]] = {name: {} for name in self.objectives}
+        if self._corrects_off_policy:
+            action = tensordict.get(self.tensor_keys.action)
+            dist = self._dist(tensordict, self.target_actor_network_params)
+            log_pi = self.policy.log_prob(dist, action)
+            for name, value in self._target_values(tensordict, action).items():
+                given[name] = {"log_pi": log_pi, "state_action_value": value[0].unsqueeze(-1)}
+        targets = [
+            critic.target(
+                next_values[name],
+                partial(self._backup, self._with_reward(tensordict, name), given[name]),
+            )
+            for name, critic in self._critics_by_objective()
+        ]
+        return targets[0] if len(targets) == 1 else torch.cat(targets, -1)
+
+    def _with_reward(self, tensordict: TensorDictBase, objective: str) -> TensorDictBase:
+        """The data with the reward of an objective, ``[*B, 1]``, in the place of the return's."""
+        if len(self.objectives) == 1:
+            return tensordict
+        place = unravel_key(("next", self.tensor_keys.reward))
+        goal = self.objectives[objective]
+        if goal is not None and goal.reward is not None:
+            return tensordict.copy().set(place, tensordict.get(("next", goal.reward)))
+        rewards, index = tensordict.get(place), list(self.objectives).index(objective)
+        return tensordict.copy().set(place, rewards[..., index : index + 1])
+
+    def _backup(
+        self, tensordict: TensorDictBase, given: Mapping[str, Tensor], next_value: Tensor
+    ) -> Tensor:
+        """Returns ``[*B, M]`` from those after the next state, by the value estimator."""
+        estimator = self.value_estimator
+        if next_value.shape[-1] > 1:  # a line in each return: take its offset and its slope
+            zero = torch.zeros_like(next_value[..., :1])
+            place = unravel_key(("next", self.tensor_keys.reward))
+            without_reward = tensordict.copy().set(place, zero)
+            offset = estimator.value_estimate(tensordict, next_value=zero)
+            slope = estimator.value_estimate(without_reward, next_value=zero + 1)
+            return offset + slope * next_value
         single_steps = not isinstance(estimator, TD0Estimator) and time_dim(tensordict) is None
         if single_steps:
             self._warn_of_single_steps()
             tensordict, next_value = tensordict.unsqueeze(-1), next_value.unsqueeze(-2)
-        given = {}
-        if self._corrects_off_policy:
-            action = tensordict.get(self.tensor_keys.action)
-            dist = self._dist(tensordict, self.target_actor_network_params)
-            value = self._target_value(tensordict, action).unsqueeze(-1)
-            log_pi = self.policy.log_prob(dist, action)
-            given = {"log_pi": log_pi, "state_action_value": value}
+            given = {
+                name: x.unsqueeze(x.ndim - (x.ndim > tensordict.ndim - 1))
+                for name, x in given.items()
+            }
         target = estimator.value_estimate(tensordict, next_value=next_value, **given)
         return target.squeeze(-2) if single_steps else target
 
-    def _with_target(self, tensordict: TensorDictBase, next_value: Tensor) -> TensorDictBase:
+    def _with_target(
+        self, tensordict: TensorDictBase, next_values: Mapping[str, Tensor]
+    ) -> TensorDictBase:
         """The steps that are trained on, with the critic's target as ``value_target``."""
-        target = self._train_steps(self._value_target(tensordict, next_value), tensordict)
+        target = self._train_steps(self._value_target(tensordict, next_values), tensordict)
         data = self._train_steps(tensordict, tensordict).copy()
         return data.set(self.tensor_keys.value_target, target)
 

@@ -16,11 +16,13 @@ from tensordict.nn import (
 )
 from torch import Tensor
 from torchrl.data.tensor_specs import TensorSpec
-from torchrl.objectives.utils import ValueEstimators, _cache_values, distance_loss
+from torchrl.objectives.utils import ValueEstimators, _cache_values
 from typing_extensions import Self
 
 from minerva_torchrl.objectives._base import DualLossModule, full_precision, in_full_precision
-from minerva_torchrl.objectives.checks import check_choice, check_positive, check_value_scale
+from minerva_torchrl.objectives.checks import check_positive, check_value_scale
+from minerva_torchrl.objectives.critics import Critic, check_width
+from minerva_torchrl.objectives.critics.states import resolve_state_critic, value_network
 from minerva_torchrl.objectives.policies import policy_family
 from minerva_torchrl.objectives.reductions import explained_variance, masked_mean, masked_std
 from minerva_torchrl.objectives.specs import action_place, reads, resolve_action_spec
@@ -78,6 +80,7 @@ class OnPolicyLoss(DualLossModule):
         separate_losses: bool,
         critic_coeff: float,
         loss_critic_type: Literal["l2", "l1", "smooth_l1"],
+        critic: Critic | None,
         clip_value: float | bool | None,
         device: torch.device | None,
         reduction: Literal["none", "mean", "sum"] | None,
@@ -99,15 +102,19 @@ class OnPolicyLoss(DualLossModule):
             )
         check_value_scale(critic_network, type(self))
         check_positive("critic_coeff", critic_coeff)
-        check_choice("loss_critic_type", loss_critic_type, ("l2", "l1", "smooth_l1"))
         if clip_value is not None and clip_value is not False:
             check_positive("clip_value", clip_value)
+        value = resolve_state_critic(critic, loss_critic_type, clip_value)
+        check_width([critic_network], "critic_network", value.width, f"a {type(value).__name__}")
+        critic_network, outputs_key = value_network(critic_network, value)
         super().__init__(
             reduction=reduction,
             use_prioritized_weights=False,
             scalar_output_mode=scalar_output_mode,
         )
         self.policy = policy
+        self.critic = value
+        self._outputs_key = outputs_key
         self.delay_actor = delay_actor
         self.separate_losses = separate_losses
         self.loss_critic_type = loss_critic_type
@@ -165,40 +172,42 @@ class OnPolicyLoss(DualLossModule):
             tensordict (TensorDictBase): a rollout, or any batch that has its targets.
         """
         self._advantage(tensordict)  # makes the target if the data has none
-        value = self._critic_value(tensordict)
-        loss = self._critic_loss(tensordict, value)
-        return loss, self._critic_metrics(tensordict, value.detach())
+        outputs = self._critic_outputs(tensordict)
+        loss = self._critic_loss(tensordict, outputs)
+        return loss, self._critic_metrics(tensordict, outputs.detach())
 
-    def _critic_value(self, tensordict: TensorDictBase) -> Tensor:
-        """Present value of each state, ``[*B, 1]``."""
+    def _critic_outputs(self, tensordict: TensorDictBase) -> Tensor:
+        """What the critic says of each state, ``[*B, P]``: its value, or what describes it."""
         inputs = tensordict.select(*self.critic_network.in_keys)
-        network = self.critic_network
+        network, key = self.critic_network, self._outputs_key or self.tensor_keys.value
         with using(network, self.critic_network_params), self._precision_of_networks():
-            value = full_precision(network(inputs).get(self.tensor_keys.value))
-        shape = (*tensordict.shape, 1)
-        if value.shape != shape:
+            outputs = full_precision(network(inputs).get(key))
+        shape = (*tensordict.shape, self.critic.width)
+        if outputs.shape != shape:
             raise ValueError(
                 f"critic_network must write {self.tensor_keys.value!r} of shape {shape} for a "
-                f"batch of shape {tuple(tensordict.shape)}, got {tuple(value.shape)}."
+                f"batch of shape {tuple(tensordict.shape)}, got {tuple(outputs.shape)}."
             )
-        return value
+        return outputs
 
-    def _critic_loss(self, tensordict: TensorDictBase, value: Tensor) -> Tensor:
-        """Loss of values ``[*B, 1]``, reduced."""
+    def _critic_loss(self, tensordict: TensorDictBase, outputs: Tensor) -> Tensor:
+        """Loss of what the critic says of each state, ``[*B, P]``, reduced."""
         keys = self.tensor_keys
         target, old_value = tensordict.get(keys.value_target), None
         mask = self._valid_mask(tensordict)
         if mask is not None:  # left out before the loss: the gradient of a NaN is never zero
-            target = torch.where(mask.unsqueeze(-1), target, value.detach())
+            present = self.critic.mean(outputs.detach()).unsqueeze(-1)
+            target = torch.where(mask.unsqueeze(-1), target, present)
+        target = self.critic.target(target, lambda x: x)
         if self.clip_value is not None:
             self._check_keys(tensordict, [keys.value])
             old_value = tensordict.get(keys.value)
-        target, value, old_value = self._critic_loss_inputs(target, value, old_value)
-        loss = distance_loss(value, target, self.loss_critic_type)
+        target, outputs, old_value = self._critic_loss_inputs(target, outputs, old_value)
+        loss = self.critic.loss(outputs, target)
         if old_value is not None and self.clip_value is not None:
-            clipped = old_value + (value - old_value).clamp(-self.clip_value, self.clip_value)
-            loss = torch.maximum(loss, distance_loss(clipped, target, self.loss_critic_type))
-        return self._reduce(self.critic_coeff * loss.squeeze(-1), mask)
+            clipped = old_value + (outputs - old_value).clamp(-self.clip_value, self.clip_value)
+            loss = torch.maximum(loss, self.critic.loss(clipped, target))
+        return self._reduce(self.critic_coeff * loss, mask)
 
     def _critic_loss_inputs(
         self, target_return: Tensor, state_value: Tensor, old_state_value: Tensor | None
@@ -210,8 +219,8 @@ class OnPolicyLoss(DualLossModule):
         return target_return, state_value, old_state_value
 
     @torch.no_grad()
-    def _critic_metrics(self, tensordict: TensorDictBase, value: Tensor) -> dict[str, Tensor]:
-        value, mask = value.squeeze(-1), self._valid_mask(tensordict)
+    def _critic_metrics(self, tensordict: TensorDictBase, outputs: Tensor) -> dict[str, Tensor]:
+        value, mask = self.critic.mean(outputs), self._valid_mask(tensordict)
         target = tensordict.get(self.tensor_keys.value_target).squeeze(-1)
         return {
             "explained_variance": explained_variance(target, value, mask),
@@ -219,6 +228,7 @@ class OnPolicyLoss(DualLossModule):
             "value_std": masked_std(value, mask),
             "value_target_mean": masked_mean(target, mask),
             "value_target_std": masked_std(target, mask),
+            **self.critic.metrics(),
         }
 
     def _advantage(self, tensordict: TensorDictBase) -> Tensor:

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from minerva_torchrl.objectives import functional as F
 from minerva_torchrl.objectives.checks import check_choice, check_positive
 
-__all__ = ["Constraint", "DualVariable", "Temperature"]
+__all__ = ["Constraint", "CostMultiplier", "DualVariable", "Temperature"]
 
 # Keeps the value strictly positive whatever an optimiser does to the raw parameter.
 _OFFSET = 1e-8
@@ -296,3 +296,27 @@ class Constraint(DualVariable):
             slope = (self.epsilon - kl) / mean_kl.clamp_min(self.epsilon)
             loss = loss.detach() + (self.raw - self.raw.detach()) * slope
         return penalty.sum(-1), loss.sum(-1)
+
+
+class CostMultiplier(DualVariable):
+    r"""The multiplier :math:`\lambda` of a constraint :math:`E[Q_c] \le d` on an expected cost.
+
+    Args:
+        init (float): initial multiplier, positive and finite.
+        threshold (float): the largest cost :math:`d`, of any sign.
+
+    Examples:
+        >>> multiplier = CostMultiplier(2.0, threshold=1.0)
+        >>> multiplier.loss(torch.tensor([1.0, 4.0])).detach()  # falls and rises with it
+        tensor([ 0., -6.])
+    """
+
+    epsilon: Tensor
+
+    def __init__(self, init: float, threshold: float) -> None:
+        super().__init__(init)
+        self.register_buffer("epsilon", torch.tensor(float(threshold)))
+
+    def loss(self, cost: Tensor) -> Tensor:
+        r""":math:`\lambda (d - cost)`, with the cost held fixed; any shape."""
+        return self() * (self.epsilon - cost.detach())

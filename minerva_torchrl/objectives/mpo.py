@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import ClassVar, Literal
 
 import torch
@@ -11,13 +11,14 @@ from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModule, d
 from torch import Tensor, nn
 from torch import distributions as D
 from torchrl.data.tensor_specs import TensorSpec
-from torchrl.objectives.utils import distance_loss
 
 from minerva_torchrl.objectives import functional as F
 from minerva_torchrl.objectives._base import MAIN_OBJECTIVE, in_full_precision
 from minerva_torchrl.objectives._off_policy import OffPolicyLoss
 from minerva_torchrl.objectives.checks import check_choice, check_count, check_positive
+from minerva_torchrl.objectives.critics import Critic, expectation, resolve_critic
 from minerva_torchrl.objectives.e_steps import MPOEStep
+from minerva_torchrl.objectives.goals import CostLimit, Objective, resolve_objectives
 from minerva_torchrl.objectives.policies import resolve_penalization
 from minerva_torchrl.objectives.reductions import masked_extreme, masked_mean, masked_means
 
@@ -110,8 +111,13 @@ class MPOLoss(OffPolicyLoss):
         policy_states (str): states of the policy loss: ``"next"`` (default; shares the samples of
             the critic's target), ``"current"`` or ``"both"``.
         sequence_steps (str): of sequences ``[*B, T]``, train ``"all"`` steps or the ``"first"``.
-        loss_function (str): of the critic: ``"l2"``, ``"l1"`` or ``"smooth_l1"``.
+        loss_function (str): of a scalar critic: ``"l2"``, ``"l1"`` or ``"smooth_l1"``.
+        critic (Critic, optional): what the outputs of the critic's network mean, one of
+            :mod:`minerva_torchrl.objectives.critics`. Default: the value itself.
         critic_coeff (float): weight of the critic's loss. Defaults to ``1``.
+        objectives (mapping, optional): by name, objectives beside the return: a bound, an
+            ``Objective`` or a ``CostLimit``. The critic's network writes the outputs of all values
+            side by side, and the reward is a vector ``[*B, K]``, each with the return first.
         action_spec (TensorSpec, optional): spec of the action. Defaults to the actor's own.
         delay_actor (bool): keep a target policy. Defaults to ``True``.
         delay_qvalue (bool): keep a target critic. Defaults to ``True``.
@@ -205,7 +211,9 @@ class MPOLoss(OffPolicyLoss):
         policy_states: Literal["next", "current", "both"] = "next",
         sequence_steps: Literal["all", "first"] = "all",
         loss_function: Literal["l2", "l1", "smooth_l1"] = "l2",
+        critic: Critic | None = None,
         critic_coeff: float = 1.0,
+        objectives: Mapping[str, float | Objective | CostLimit] | None = None,
         action_spec: TensorSpec | None = None,
         delay_actor: bool = True,
         delay_qvalue: bool = True,
@@ -220,11 +228,13 @@ class MPOLoss(OffPolicyLoss):
         check_count("num_value_samples", num_value_samples, optional=True)
         check_choice("temperature_update", temperature_update, ("gradient", "solve"))
         check_choice("policy_states", policy_states, ("next", "current", "both"))
-        check_choice("loss_function", loss_function, ("l2", "l1", "smooth_l1"))
+        goals = resolve_objectives(objectives)
         check_positive("critic_coeff", critic_coeff)
         super().__init__(
             actor_network,
             qvalue_network,
+            critic=resolve_critic(critic, loss_function),
+            objectives=goals,
             num_qvalue_nets=num_qvalue_nets,
             qvalue_reduction=qvalue_reduction,
             action_spec=action_spec,
@@ -247,6 +257,7 @@ class MPOLoss(OffPolicyLoss):
         self.critic_coeff = critic_coeff
         solved = temperature_update == "solve"
         self._add_temperature(MAIN_OBJECTIVE, init_temperature, epsilon, solved=solved)
+        self._add_objectives(goals, solved=solved)
         self._add_constraints(
             self.policy.constraint_kinds(),
             given={
@@ -273,10 +284,15 @@ class MPOLoss(OffPolicyLoss):
         return (
             *("ess", "weight_entropy", "q_mean", "q_min", "q_max", "kl_q_rel"),
             *(f"kl_{name}_rel" for name in self.temperatures if name != MAIN_OBJECTIVE),
+            *(f"expected_{name}" for name in self.cost_multipliers),
             "cross_entropy",
             *(key.format(name) for name in self.constraints for key in ("kl_{}", "kl_{}_rel")),
             *self.policy.metric_keys,
-            *("pred_value", "target_value"),
+            *(
+                _of_objective(key, name)
+                for name, critic in self._critics_by_objective()
+                for key in ("pred_value", "target_value", *critic.metric_keys)
+            ),
             *self.duals,
         )
 
@@ -340,7 +356,7 @@ class MPOLoss(OffPolicyLoss):
             (:class:`MPOEStep`) that all losses can be evaluated on, and 0-d metrics.
         """
         tensordict = self._checked(tensordict)
-        next_value, samples, mask = self._sample_states(tensordict)
+        next_values, samples, mask = self._sample_states(tensordict)
         scores, log_prior = samples.get("scores"), samples.get("log_prior", None)
         duals: dict[str, TensorDict] = {}
         metrics: dict[str, Tensor] = {}
@@ -363,6 +379,11 @@ class MPOLoss(OffPolicyLoss):
                 metrics[f"kl_{shown}_rel"] = masked_mean(kl, mask) / temperature.epsilon
             duals[name] = TensorDict({"dual": dual, "kl": kl}, batch_size=mask.shape)
             total_weights = total_weights + weights
+        for name in self.cost_multipliers:
+            cost = samples.get(("costs", name))
+            duals[name] = TensorDict({"cost": cost}, batch_size=mask.shape)
+            if with_metrics:
+                metrics[f"expected_{name}"] = masked_mean(cost, mask)
         e_step = MPOEStep(
             inputs=samples.get("inputs"),
             old_policy=samples.get("old_policy"),
@@ -371,7 +392,7 @@ class MPOLoss(OffPolicyLoss):
             mask=mask,
             batch_size=mask.shape,
         )
-        return self._with_target(tensordict, next_value).set("e_step", e_step), metrics
+        return self._with_target(tensordict, next_values).set("e_step", e_step), metrics
 
     @in_full_precision
     def qvalue_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
@@ -429,20 +450,31 @@ class MPOLoss(OffPolicyLoss):
     def _qvalue_loss(
         self, data: TensorDictBase, with_metrics: bool = True
     ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Loss of the critic, error of each step ``[*B]``, and metrics."""
-        q_value = self._online_value(data)
-        target = data.get(self.tensor_keys.value_target).squeeze(-1)
+        """Loss of the critics, temporal difference error of each step, and metrics."""
+        outputs = self._online_outputs(data)
         mask, weights = self._valid_mask(data), self._priority_weight(data)
+        targets = data.get(self.tensor_keys.value_target)
         if mask is not None:  # left out before the loss: the gradient of a NaN is never zero
-            target = torch.where(mask, target, q_value.detach()[0])
-        loss = distance_loss(q_value, target.expand_as(q_value), self.loss_function).sum(0)
-        metrics = {}
-        with torch.no_grad():
-            td_error = (q_value - target).abs().amax(0)
-            if with_metrics:
-                metrics["pred_value"] = masked_mean(q_value.mean(0), mask)
-                metrics["target_value"] = masked_mean(target, mask)
-        return self._reduce(self.critic_coeff * loss, mask, weights), td_error, metrics
+            targets = torch.where(mask.unsqueeze(-1), targets, 0.0)
+        targets = targets.unflatten(-1, (len(self.critics), -1))
+        losses, errors = [], []
+        metrics: dict[str, Tensor] = {}
+        for i, (name, critic) in enumerate(self._critics_by_objective()):
+            output, target = outputs[..., i, :], targets[..., i, :]
+            losses.append(critic.loss(output, target).sum(0))
+            with torch.no_grad():
+                value, mean = critic.mean(output), critic.target_mean(target)
+                errors.append((value - mean).abs().amax(0))
+                if with_metrics:
+                    of_critic = {
+                        "pred_value": masked_mean(value.mean(0), mask),
+                        "target_value": masked_mean(mean, mask),
+                        **critic.metrics(),
+                    }
+                    metrics |= {_of_objective(key, name): x for key, x in of_critic.items()}
+        loss, error = torch.stack(losses).sum(0), torch.stack(errors).amax(0)
+        error = error if mask is None else torch.where(mask, error, 0.0)
+        return self._reduce(self.critic_coeff * loss, mask, weights), error, metrics
 
     def _actor_loss(
         self,
@@ -460,6 +492,8 @@ class MPOLoss(OffPolicyLoss):
         for name, temperature in self.temperatures.items():
             dual = data.get(("e_step", "duals", name))
             of_states[temperature] = temperature.loss(dual.get("dual"), dual.get("kl"))
+        for name, multiplier in self.cost_multipliers.items():
+            of_states[multiplier] = multiplier.loss(data.get(("e_step", "duals", name, "cost")))
         for name, constraint in self.constraints.items():
             of_states[constraint] = constraint_losses[name][1]
         return {
@@ -480,9 +514,11 @@ class MPOLoss(OffPolicyLoss):
 
     # Samples and metrics -------------------------------------------------------------------------
 
-    def _sample_states(self, tensordict: TensorDictBase) -> tuple[Tensor, TensorDictBase, Tensor]:
-        """Value of the next states, and samples and mask at the states of the policy loss."""
-        next_states, not_terminal, at_next, next_value = self._sample_next_states(tensordict)
+    def _sample_states(
+        self, tensordict: TensorDictBase
+    ) -> tuple[dict[str, Tensor], TensorDictBase, Tensor]:
+        """Values of the next states, and samples and mask at the states of the policy loss."""
+        next_states, not_terminal, at_next, next_values = self._sample_next_states(tensordict)
         valid = self._valid_mask(tensordict)
         current_mask = torch.ones_like(not_terminal) if valid is None else valid
         current_mask, next_mask = (
@@ -493,47 +529,62 @@ class MPOLoss(OffPolicyLoss):
             at_next = self._train_steps(at_next, tensordict)
             if self.num_value_samples is not None:
                 states = self._train_steps(next_states, tensordict)
-                at_next = self._sample(states, self.num_action_samples)
+                at_next, _ = self._sample(states, self.num_action_samples)
             if self.policy_states == "next":
-                return next_value, at_next, next_mask
+                return next_values, at_next, next_mask
         states = self._train_steps(tensordict.select(*self._state_keys), tensordict)
-        at_current = self._sample(states, self.num_action_samples)
+        at_current, _ = self._sample(states, self.num_action_samples)
         if self.policy_states == "current":
-            return next_value, at_current, current_mask
+            return next_values, at_current, current_mask
         both = torch.stack([at_current, at_next], at_current.ndim)
-        return next_value, both, torch.stack([current_mask, next_mask], -1)
+        return next_values, both, torch.stack([current_mask, next_mask], -1)
 
     def _sample_next_states(
         self, tensordict: TensorDictBase
-    ) -> tuple[TensorDictBase, Tensor, TensorDict, Tensor]:
-        """Next states, where they are not terminal, samples at them, and their expected value."""
+    ) -> tuple[TensorDictBase, Tensor, TensorDict, dict[str, Tensor]]:
+        """Next states, where they are not terminal, samples at them, and their values."""
         next_states, not_terminal = self._next_states(tensordict)
-        at_next = self._sample(next_states, self.num_value_samples or self.num_action_samples)
-        return next_states, not_terminal, at_next, at_next.get("expected_value").unsqueeze(-1)
+        num_samples = self.num_value_samples or self.num_action_samples
+        at_next, values = self._sample(next_states, num_samples)
+        log_prior = at_next.get("log_prior", None)
+        pooled = {
+            name: critic.pool(values[name], log_prior)
+            for name, critic in self._critics_by_objective()
+        }
+        return next_states, not_terminal, at_next, pooled
 
     @torch.no_grad()
-    def _sample(self, states: TensorDictBase, num_samples: int) -> TensorDict:
+    def _sample(
+        self, states: TensorDictBase, num_samples: int
+    ) -> tuple[TensorDict, dict[str, Tensor]]:
         """Candidates of the target policy at states ``[*B]``, and what each objective says."""
         dist = self._dist(states, self.target_actor_network_params)
         candidates = self.policy.candidates(dist, num_samples)
-        value = self._target_value(states, candidates.action, candidates=True).movedim(0, -1)
-        scores = {MAIN_OBJECTIVE: value}
+        values = self._target_values(states, candidates.action, candidates=True)
+        scores = {n: critic.score(values[n]) for n, critic in self._critics_by_objective()}
+        expected_value = expectation(scores[MAIN_OBJECTIVE], candidates.log_prior)
+        costs = {}
+        for name, multiplier in self.cost_multipliers.items():
+            cost = scores.pop(name)
+            costs[name] = expectation(cost, candidates.log_prior)
+            scores[MAIN_OBJECTIVE] = scores[MAIN_OBJECTIVE] - multiplier() * cost
         if self.action_penalization:
-            scores["penalty"] = self.policy.bounds_cost(candidates.action).movedim(0, -1)
+            scores["penalty"] = self.policy.bounds_cost(candidates.action)
+        shape = (*states.shape, len(scores[MAIN_OBJECTIVE]))
         samples = TensorDict(
             {
                 "inputs": states.select(*self._actor_in_keys),
                 "old_policy": self.policy.describe(dist),
-                "basis": TensorDict(candidates.basis, batch_size=value.shape),
-                "scores": TensorDict(scores, batch_size=states.shape),
+                "basis": TensorDict(candidates.basis, batch_size=shape),
+                "scores": {name: score.movedim(0, -1) for name, score in scores.items()},
+                "costs": costs,
+                "expected_value": expected_value,
             },
             batch_size=states.shape,
         )
-        if candidates.log_prior is None:
-            return samples.set("expected_value", value.mean(-1))
-        prior = candidates.log_prior.exp()
-        expected_value = torch.where(prior > 0, prior * value, 0.0).sum(-1)
-        return samples.set("log_prior", candidates.log_prior).set("expected_value", expected_value)
+        if candidates.log_prior is not None:
+            samples.set("log_prior", candidates.log_prior)
+        return samples, values
 
     @torch.no_grad()
     def _actor_metrics(
@@ -548,6 +599,11 @@ class MPOLoss(OffPolicyLoss):
         for name, constraint in self.constraints.items():
             metrics[f"kl_{name}_rel"] = metrics[f"kl_{name}"] / constraint.epsilon
         return {**metrics, **self.policy.metrics(dist, e_step.mask)}
+
+
+def _of_objective(key: str, name: str) -> str:
+    """Name of a metric of an objective's critic."""
+    return key if name == MAIN_OBJECTIVE else f"{key}_{name}"
 
 
 def _weight_metrics(weights: Tensor, samples: TensorDictBase, mask: Tensor) -> dict[str, Tensor]:

@@ -17,6 +17,7 @@ from minerva_torchrl.objectives import functional as F
 from minerva_torchrl.objectives._base import MAIN_OBJECTIVE, in_full_precision
 from minerva_torchrl.objectives._on_policy import OnPolicyLoss
 from minerva_torchrl.objectives.checks import check_choice, check_fraction
+from minerva_torchrl.objectives.critics import Critic
 from minerva_torchrl.objectives.e_steps import VMPOEStep
 from minerva_torchrl.objectives.reductions import masked_mean, masked_std
 
@@ -85,6 +86,8 @@ class VMPOLoss(OnPolicyLoss):
         normalize_advantage (bool): standardise advantages over the batch.
         critic_coeff (float): weight of the value loss. Defaults to ``0.5``.
         loss_critic_type (str): ``"l2"`` (default), ``"l1"`` or ``"smooth_l1"``.
+        critic (Critic, optional): what ``state_value`` of the critic's network means: a
+            ``TwoHotCritic`` or ``HLGaussCritic``. Default: the value itself.
         clip_value (float, optional): if given, the value may gain nothing from moving further than
             this from the stored ``state_value``. ``False`` is the same as ``None``.
         separate_losses (bool): keep the critic's gradient out of parameters shared with the actor.
@@ -172,6 +175,7 @@ class VMPOLoss(OnPolicyLoss):
         normalize_advantage: bool = True,
         critic_coeff: float = 0.5,
         loss_critic_type: Literal["l2", "l1", "smooth_l1"] = "l2",
+        critic: Critic | None = None,
         clip_value: float | bool | None = None,
         separate_losses: bool = False,
         action_spec: TensorSpec | None = None,
@@ -200,6 +204,7 @@ class VMPOLoss(OnPolicyLoss):
             separate_losses=separate_losses,
             critic_coeff=critic_coeff,
             loss_critic_type=loss_critic_type,
+            critic=critic,
             clip_value=clip_value,
             device=device,
             reduction=reduction,
@@ -246,6 +251,7 @@ class VMPOLoss(OnPolicyLoss):
             *(key.format(name) for name in self.constraints for key in names),
             *("explained_variance", "value_mean", "value_std"),
             *("value_target_mean", "value_target_std"),
+            *self.critic.metric_keys,
             *self.duals,
         )
 
@@ -291,7 +297,7 @@ class VMPOLoss(OnPolicyLoss):
     def _forward(self, tensordict: TensorDictBase, *, with_metrics: bool) -> TensorDict:
         data, metrics = self._with_e_step(tensordict, with_metrics)
         e_step = data.get("e_step")
-        m_step, value = self._m_step(data), self._critic_value(data)
+        m_step, value = self._m_step(data), self._critic_outputs(data)
         constraint_losses = self._constraint_losses(m_step[-1], e_step.mask)
         losses = {
             "loss_actor": self._actor_loss(e_step, m_step[1], constraint_losses),
@@ -429,7 +435,7 @@ class VMPOLoss(OnPolicyLoss):
         constraint_losses = self._constraint_losses(divergences, data.get("e_step").mask)
         losses = {
             "loss_actor": self._actor_loss(data.get("e_step"), neg_log_prob, constraint_losses),
-            "loss_critic": self._critic_loss(data, self._critic_value(data)),
+            "loss_critic": self._critic_loss(data, self._critic_outputs(data)),
         }
         return torch.stack(list(losses.values())).sum(0), losses
 

@@ -40,8 +40,8 @@ __all__ = [
 _EXECUTION = ("device", "num_threads", "checkpoint.", "logger.")
 # Settings that may be changed when a run is resumed.
 _CHANGEABLE = ("total_frames", *_EXECUTION, "eval.video")
-# A section that may have settings of any name.
-_FREE_SECTION = "env.kwargs"
+# Sections that may have settings of any name.
+_FREE_SECTIONS = ("env.kwargs", "network.critic_kwargs", "loss.objectives")
 # Settings that have no influence on what a run learns.
 _WITHOUT_INFLUENCE = (*_EXECUTION, "compile.", "eval.", "run_dir", "resume", "trust")
 # What reading settings that nobody wrote on purpose ends in.
@@ -245,7 +245,7 @@ def check_overrides(algo: str, arguments: Sequence[str] | None = None) -> list[s
                 problems.append(f"preset must be one of {allowed}, got {override.value()!r}.")
         elif name.split(".")[0] != "hydra":
             problems += filter(None, [unknown_setting(algorithm.config_class, name)])
-            if name.startswith(_FREE_SECTION) and argument.startswith(_FREE_SECTION):
+            if name.startswith(_FREE_SECTIONS) and argument.startswith(_FREE_SECTIONS):
                 checked[index] = f"++{argument}"  # Hydra would want names that it knows
     if problems:
         sys.stderr.write("".join(f"error: {problem}\n" for problem in problems))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from typing import Any
 
@@ -272,6 +272,7 @@ class ReplayMemory(TrainerHookBase):
         n_steps (int): steps that a stored transition spans: its reward is the discounted sum of
             theirs, and it ends with the episode at the latest. Defaults to ``1``.
         gamma (float): discount of those rewards. Defaults to ``0.99``.
+        reward_keys (sequence of NestedKey): entries with rewards. Defaults to ``["reward"]``.
         every_next_state (bool): store the first ``n_steps - 1`` steps of an episode as transitions
             of one step, too. Without them none of the first ``n_steps`` states is the next state of
             a transition, with them all but the very first are. Where an episode begins is known
@@ -290,6 +291,7 @@ class ReplayMemory(TrainerHookBase):
         keys: Iterable[NestedKey] | None = None,
         n_steps: int = 1,
         gamma: float = 0.99,
+        reward_keys: Sequence[NestedKey] = ("reward",),
         every_next_state: bool = False,
         sequence_length: int = 1,
         device: torch.device | str | None = None,
@@ -311,7 +313,10 @@ class ReplayMemory(TrainerHookBase):
         self._gaps = 0
         # Without the empty done_keys a transition that reaches a terminal state after fewer than n
         # steps would not be marked as terminal, and its target would go on from there.
-        self._multi_step = MultiStepTransform(n_steps, gamma, done_keys=[]) if n_steps > 1 else None
+        self._multi_step = None
+        if n_steps > 1:
+            rewards = list(reward_keys)
+            self._multi_step = MultiStepTransform(n_steps, gamma, reward_keys=rewards, done_keys=[])
 
     def register(self, trainer: Trainer, name: str = "replay_memory") -> None:
         """Attach to a trainer.

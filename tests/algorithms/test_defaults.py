@@ -23,6 +23,7 @@ DEPARTURES: dict[str, dict[str, tuple[Any, Any]]] = {
         "loss.init_alpha_mean": (1.0, None),
         "loss.init_alpha_stddev": (1000.0, None),
         "loss.epsilon_penalty": (0.05, 1e-3),
+        "loss.objectives": ({}, None),
     },
     "vmpo": {
         "loss.per_dim_constraining": (None, False),

@@ -67,7 +67,7 @@ def without_ends(data: TensorDict) -> TensorDict:
 
 def next_value(loss: MPOLoss, data: TensorDict) -> Tensor:
     """Mean target value of the sampled actions at the next states, ``[B, 1]``."""
-    samples = loss._sample(data["next"].select("observation"), NUM_SAMPLES)
+    samples, _ = loss._sample(data["next"].select("observation"), NUM_SAMPLES)
     return samples["scores", "value"].mean(-1, keepdim=True)
 
 
@@ -343,7 +343,7 @@ class TestMPOPrioritizedWeights:
         loss.qvalue_loss(data)
         bootstrap = torch.where(data["next", "terminated"], 0.0, next_value(loss, data))
         target = data["next", "reward"] + 0.9 * bootstrap
-        error = (loss._online_value(data) - target.squeeze(-1)).abs().amax(0)
+        error = (loss._online_outputs(data)[..., 0, 0] - target.squeeze(-1)).abs().amax(0)
         torch.testing.assert_close(data["td_error"], error.detach())
 
 
@@ -422,7 +422,7 @@ class TestMPOEnds:
         loss.qvalue_loss(data)
         bootstrap = torch.where(data["next", "terminated"], 0.0, next_value(loss, data))
         target = data["next", "reward"] + 0.9**n * bootstrap
-        error = (loss._online_value(data) - target.squeeze(-1)).abs().amax(0)
+        error = (loss._online_outputs(data)[..., 0, 0] - target.squeeze(-1)).abs().amax(0)
         torch.testing.assert_close(data["td_error"], error.detach())
         if n == 1:
             expected = run(loss, data.exclude("steps_to_next_obs"))

@@ -267,6 +267,20 @@ def test_bounds_of_other_families_are_refused(name: str) -> None:
         make_mpo("discrete parts", per_dim_constraining=True)
 
 
+def test_critic_may_read_the_parts() -> None:
+    """As it may the action with all of them."""
+
+    class OfParts(Payoff):
+        def forward(self, observation: Tensor, arm: Tensor, tool: Tensor) -> Tensor:
+            return super().forward(observation, {"arm": arm, "tool": tool})
+
+    names = ["observation", ("action", "arm"), ("action", "tool")]
+    critic = TensorDictModule(OfParts(), names, ["state_action_value"])
+    loss = MPOLoss(make_family_actor("hybrid"), critic).make_value_estimator(gamma=0.9)
+    data = make_family_data("hybrid", 6)
+    assert_equal(run(with_updater(loss), data.clone()), run(make_mpo("hybrid"), data.clone()))
+
+
 def test_missing_part_of_an_action() -> None:
     loss, data = make_mpo("hybrid"), make_family_data("hybrid", 4)
     del data["action", "tool"]

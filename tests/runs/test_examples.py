@@ -138,9 +138,12 @@ def test_help(algo: str, workplace: Path, capsys: pytest.CaptureFixture[str]) ->
     [
         (["optim.lr=1e-3"], "error: there is no setting 'optim.lr'."),
         (["loss.epsilon=high"], "error: loss.epsilon must be a number, got 'high' (str)."),
-        (["preset=unknown"], "error: preset must be one of default, minerva-seed, acme, tonic"),
+        (["preset=unknown"], "error: preset must be one of default, minerva-seed, acme, "),
         (["env.name=cheeta-run"], "error: env.name: there is no environment 'cheeta-run'. Did you"),
-        (["env.name=gym:CartPole-v1"], "error: loss: MPO is for continuous actions"),
+        (
+            ["env.name=gym:CartPole-v1", "network.policy=full_covariance"],
+            "error: loss: network.policy=full_covariance does not fit a task",
+        ),
         (["device=nonsense"], "error: device 'nonsense' can't be used here"),
         (["eval.episodes=0"], "error: eval.episodes must be positive, got 0."),
         (["seed=-1", "total_frames=0"], "error: seed must be between 0"),

@@ -292,11 +292,11 @@ def test_a_signal_saves_and_stops(number: signal.Signals, tmp_path: Path) -> Non
     e_step = run.assembly.loss.e_step
     calls: list[int] = []
 
-    def interrupted(*args: Any) -> Any:
+    def interrupted(*args: Any, **kwargs: Any) -> Any:
         calls.append(run.frames)
         if len(calls) == 3:
             signal.raise_signal(number)
-        return e_step(*args)
+        return e_step(*args, **kwargs)
 
     run.assembly.loss.e_step = interrupted
     summary = run.train()

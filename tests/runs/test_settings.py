@@ -352,8 +352,8 @@ def test_folders_without_settings_of_a_run(text: str | None, message: str, tmp_p
         ("ppo", {"env.name": "gym:CartPol-v1"}, "env.name: .*Did you mean 'CartPole-v1'"),
         (
             "mpo",
-            {"env.name": "gym:CartPole-v1"},
-            "MPO is for continuous actions, and those of gym:CartPole-v1 are discrete. Use V-MPO",
+            {"env.name": "gym:CartPole-v1", "network.policy": "full_covariance"},
+            "network.policy=full_covariance does not fit a task whose actions are discrete",
         ),
         ("mpo", {"device": "nonsense"}, "device 'nonsense' can't be used here: "),
     ],

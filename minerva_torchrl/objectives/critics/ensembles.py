@@ -1,10 +1,12 @@
-"""What a loss asks of an action-value critic, by what its network reads and writes."""
+"""How a loss asks the networks of an action-value critic, by what they read and write."""
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Sequence
 from copy import deepcopy
+from typing import Any
 
 from tensordict import NestedKey, TensorDictBase
 from tensordict.nn import TensorDictModule
@@ -17,6 +19,7 @@ __all__ = [
     "AllActionsCritic",
     "Evaluate",
     "SingleActionCritic",
+    "check_width",
     "make_ensemble",
 ]
 
@@ -29,26 +32,31 @@ class ActionValueCritic(ABC):
 
     Args:
         value_key (NestedKey): where the network writes values.
+        features (tuple of int): shape ``*F`` of what describes a value, ``()`` (default) for the
+            value itself.
     """
 
-    def __init__(self, value_key: NestedKey) -> None:
+    def __init__(self, value_key: NestedKey, features: tuple[int, ...] = ()) -> None:
         self.value_key = value_key
+        self.features = features
 
     @abstractmethod
-    def of_action(self, evaluate: Evaluate, states: TensorDictBase, action: Tensor) -> Tensor:
-        """Value of one action at each state, ``[K, *B]``, for states ``[*B]``."""
+    def of_action(self, evaluate: Evaluate, states: TensorDictBase, action: Any) -> Tensor:
+        """Value of one action at each state, ``[K, *B, *F]``, for states ``[*B]``."""
 
     @abstractmethod
-    def of_candidates(self, evaluate: Evaluate, states: TensorDictBase, action: Tensor) -> Tensor:
-        """Values of ``N`` actions ``[N, *B, ...]`` at each state, ``[K, N, *B]``."""
+    def of_candidates(self, evaluate: Evaluate, states: TensorDictBase, action: Any) -> Tensor:
+        """Values of ``N`` actions ``[N, *B, ...]`` at each state, ``[K, N, *B, *F]``."""
 
-    def _checked(self, value: Tensor, shape: tuple[int, ...]) -> Tensor:
+    def _unflattened(self, value: Tensor, shape: tuple[int, ...], values: int) -> Tensor:
+        """What describes ``values`` values, ``[K, *shape, values, *F]``."""
+        shape = (*shape, values * math.prod(self.features))
         if value.shape[1:] != shape:
             raise ValueError(
                 f"qvalue_network must write {self.value_key!r} of shape {shape}, "
                 f"got {tuple(value.shape[1:])}."
             )
-        return value
+        return value.reshape(*value.shape[:-1], values, *self.features)
 
 
 class SingleActionCritic(ActionValueCritic):
@@ -57,18 +65,21 @@ class SingleActionCritic(ActionValueCritic):
     Args:
         value_key (NestedKey): where the network writes the value.
         action_key (NestedKey): where it reads the action.
+        features (tuple of int): as in :class:`ActionValueCritic`.
     """
 
-    def __init__(self, value_key: NestedKey, action_key: NestedKey) -> None:
-        super().__init__(value_key)
+    def __init__(
+        self, value_key: NestedKey, action_key: NestedKey, features: tuple[int, ...] = ()
+    ) -> None:
+        super().__init__(value_key, features)
         self.action_key = action_key
 
-    def of_action(self, evaluate: Evaluate, states: TensorDictBase, action: Tensor) -> Tensor:
+    def of_action(self, evaluate: Evaluate, states: TensorDictBase, action: Any) -> Tensor:
         """One call with the action among the inputs."""
         value = evaluate(states.copy().set(self.action_key, action))
-        return self._checked(value, (*states.shape, 1)).squeeze(-1)
+        return self._unflattened(value, states.shape, 1).squeeze(1 + states.ndim)
 
-    def of_candidates(self, evaluate: Evaluate, states: TensorDictBase, action: Tensor) -> Tensor:
+    def of_candidates(self, evaluate: Evaluate, states: TensorDictBase, action: Any) -> Tensor:
         """One call; the states are an expanded view, so that no network need see them twice."""
         return self.of_action(evaluate, states.expand(len(action), *states.shape), action)
 
@@ -76,17 +87,21 @@ class SingleActionCritic(ActionValueCritic):
 class AllActionsCritic(ActionValueCritic):
     """A network that reads the observation and writes the values of all actions, ``[*B, A]``."""
 
-    def of_action(self, evaluate: Evaluate, states: TensorDictBase, action: Tensor) -> Tensor:
+    def of_action(self, evaluate: Evaluate, states: TensorDictBase, action: Any) -> Tensor:
         """The value at the action's place."""
         values = evaluate(states)
+        values = values.reshape(*values.shape[:-1], -1, *self.features)
         one_hot = action.ndim > states.ndim
         index = action.long().argmax(-1) if one_hot else action.long()
-        index = index.unsqueeze(-1).expand(len(values), *states.shape, 1)
-        return values.gather(-1, index).squeeze(-1)
+        dim = 1 + states.ndim
+        index = index.reshape(1, *states.shape, 1, *[1] * len(self.features))
+        index = index.expand(*values.shape[:dim], 1, *self.features)
+        return values.gather(dim, index).squeeze(dim)
 
-    def of_candidates(self, evaluate: Evaluate, states: TensorDictBase, action: Tensor) -> Tensor:
+    def of_candidates(self, evaluate: Evaluate, states: TensorDictBase, action: Any) -> Tensor:
         """The candidates are all actions in their order."""
-        return self._checked(evaluate(states), (*states.shape, len(action))).movedim(-1, 1)
+        values = self._unflattened(evaluate(states), states.shape, len(action))
+        return values.movedim(1 + states.ndim, 1)
 
 
 def make_ensemble(
@@ -144,3 +159,34 @@ def _fresh_copy(critic: TensorDictModule) -> TensorDictModule:
                 "critics instead."
             )
     return copy
+
+
+def check_width(networks: Iterable[nn.Module], name: str, width: int, what: str) -> None:
+    """Raise if the last layer of a network can't write what describes its values.
+
+    Only a network that says how wide it is, or ends in a layer that does, can be checked here;
+    others are when they are first called.
+
+    Args:
+        networks (iterable of Module): the networks.
+        name (str): what the user calls them.
+        width (int): outputs for one value.
+        what (str): why there are so many.
+    """
+    for network in networks:
+        found = _output_width(network)
+        if found is not None and found % width:
+            raise ValueError(
+                f"{name} must write {width} outputs for {what}, got a last layer of {found}."
+            )
+
+
+def _output_width(module: nn.Module) -> int | None:
+    """How many outputs a module has, if it is plain to see."""
+    inner = getattr(module, "module", None)
+    if isinstance(module, TensorDictModule) and isinstance(inner, nn.Module):
+        return _output_width(inner)
+    if isinstance(module, nn.Sequential) and len(module):
+        return _output_width(module[-1])
+    width = getattr(module, "out_features", None)
+    return width if isinstance(width, int) else None

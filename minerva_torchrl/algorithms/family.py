@@ -1,0 +1,163 @@
+"""From settings to members of the family: policies, critics and objectives by name."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from torch import distributions as D
+from torchrl.data import OneHot, TensorSpec
+from torchrl.modules import OneHotCategorical, ProbabilisticActor
+
+from minerva_torchrl.algorithms.common import (
+    gaussian_actor,
+    gaussian_policy,
+    mlp,
+    torso_settings,
+)
+from minerva_torchrl.algorithms.config import NetworkConfig
+from minerva_torchrl.modules import (
+    CholeskyPolicy,
+    DirectModule,
+    StateActionCritic,
+)
+from minerva_torchrl.objectives.critics import (
+    CategoricalCritic,
+    Critic,
+    GaussianMixtureCritic,
+    HLGaussCritic,
+    QuantileCritic,
+    ScalarCritic,
+    TwoHotCritic,
+)
+from minerva_torchrl.objectives.goals import CostLimit, Objective, resolve_objectives
+
+__all__ = ["CRITICS", "make_action_critic", "make_critic", "make_policy", "objectives_from"]
+
+CRITICS: dict[str, type[Critic]] = {
+    "scalar": ScalarCritic,
+    "categorical": CategoricalCritic,
+    "two_hot": TwoHotCritic,
+    "hl_gauss": HLGaussCritic,
+    "quantile": QuantileCritic,
+    "gaussian_mixture": GaussianMixtureCritic,
+}
+"""Critics by the names that ``network.critic`` takes."""
+
+
+def make_critic(name: str, arguments: Mapping[str, Any]) -> Critic:
+    """A critic by its name in the settings.
+
+    Args:
+        name (str): one of :data:`CRITICS`.
+        arguments (mapping): of its class.
+    """
+    try:
+        return CRITICS[name](**arguments)
+    except TypeError as error:
+        raise ValueError(f"{CRITICS[name].__name__} {str(error).partition(') ')[2]}") from error
+
+
+def objectives_from(settings: Mapping[str, Any]) -> dict[str, Objective | CostLimit]:
+    """Objectives by name, from numbers or sections of settings.
+
+    Args:
+        settings (mapping): by name a bound, or the fields of an ``Objective`` or a ``CostLimit``.
+    """
+    goals: dict[str, Any] = {}
+    for name, given in settings.items():
+        if not isinstance(given, Mapping):
+            goals[name] = given
+            continue
+        kind = CostLimit if "threshold" in given else Objective
+        try:
+            goals[name] = kind(**given)
+        except TypeError as error:
+            message = str(error).partition(") ")[2]
+            raise ValueError(f"{name}: {kind.__name__} {message}") from error
+    return resolve_objectives(goals)
+
+
+def make_policy(obs_dim: int, action_spec: TensorSpec, network: Any) -> ProbabilisticActor:
+    """The policy of a run: categorical for discrete actions, else what the settings say.
+
+    Args:
+        obs_dim (int): size of an observation.
+        action_spec (TensorSpec): of a single action.
+        network (NetworkConfig): the settings of the networks.
+    """
+    action_dim = action_spec.shape[-1]
+    if isinstance(action_spec, OneHot):
+        if network.policy != "gaussian":  # the default
+            raise ValueError(
+                f"network.policy={network.policy} does not fit a task whose actions are discrete."
+            )
+        logits = mlp(obs_dim, network.actor_sizes, action_dim, "loc", network)
+        return ProbabilisticActor(
+            DirectModule(logits, in_keys=["observation"], out_keys=["logits"]),
+            in_keys=["logits"],
+            spec=action_spec,
+            distribution_class=OneHotCategorical,
+            return_log_prob=True,
+        )
+    if network.policy != "full_covariance":
+        policy = gaussian_policy(obs_dim, action_spec, network)
+        return gaussian_actor(policy, action_spec, network.policy)
+    if network.scale == "free" or network.tanh_mean:
+        raise ValueError(
+            "network.policy=full_covariance needs network.scale other than free and "
+            f"network.tanh_mean=false, got {network.scale} and {network.tanh_mean}."
+        )
+    cholesky = CholeskyPolicy(
+        obs_dim,
+        action_dim,
+        network.actor_sizes,
+        init_scale=network.init_scale,
+        min_scale=network.min_scale,
+        max_scale=network.max_scale,
+        scale_function=network.scale,
+        **torso_settings(network),
+    )
+    return ProbabilisticActor(
+        DirectModule(cholesky, in_keys=["observation"], out_keys=["loc", "scale_tril"]),
+        in_keys=["loc", "scale_tril"],
+        spec=action_spec,
+        distribution_class=FullNormal,
+        return_log_prob=True,
+    )
+
+
+class FullNormal(D.MultivariateNormal):
+    """A multivariate normal distribution whose deterministic sample is its mean."""
+
+    def __init__(self, loc: Any, scale_tril: Any) -> None:
+        super().__init__(loc, scale_tril=scale_tril, validate_args=False)
+
+    @property
+    def deterministic_sample(self) -> Any:
+        """The mean."""
+        return self.mean
+
+
+def make_action_critic(
+    obs_dim: int, action_spec: TensorSpec, network: NetworkConfig, outputs: int
+) -> DirectModule:
+    """A critic of observations and actions, or of all discrete actions at once.
+
+    Args:
+        obs_dim (int): size of an observation.
+        action_spec (TensorSpec): of a single action.
+        network (NetworkConfig): the settings of the networks.
+        outputs (int): outputs for one action.
+    """
+    action_dim, sizes = action_spec.shape[-1], network.critic_sizes
+    if isinstance(action_spec, OneHot):
+        values = mlp(obs_dim, sizes, action_dim * outputs, "value", network)
+        return DirectModule(values, in_keys=["observation"], out_keys=["action_value"])
+    return DirectModule(
+        StateActionCritic(
+            obs_dim, action_dim, sizes, out_features=outputs, **torso_settings(network)
+        ),
+        in_keys=["observation", "action"],
+        out_keys=["state_action_value"],
+    )

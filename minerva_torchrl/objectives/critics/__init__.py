@@ -1,0 +1,45 @@
+"""What a loss asks of a critic: how its networks are asked, and what their outputs mean.
+
+A critic knows the mean value, how a target is made from the distributions at the next state, and
+its loss. The losses know nothing else of it: another kind of value is a new class here.
+"""
+
+from minerva_torchrl.objectives.critics.distributions import (
+    CategoricalCritic,
+    GaussianMixtureCritic,
+    QuantileCritic,
+)
+from minerva_torchrl.objectives.critics.ensembles import (
+    ActionValueCritic,
+    AllActionsCritic,
+    Evaluate,
+    SingleActionCritic,
+    check_width,
+    make_ensemble,
+)
+from minerva_torchrl.objectives.critics.values import (
+    Critic,
+    HLGaussCritic,
+    ScalarCritic,
+    TwoHotCritic,
+    expectation,
+    resolve_critic,
+)
+
+__all__ = [
+    "ActionValueCritic",
+    "AllActionsCritic",
+    "CategoricalCritic",
+    "Critic",
+    "Evaluate",
+    "GaussianMixtureCritic",
+    "HLGaussCritic",
+    "QuantileCritic",
+    "ScalarCritic",
+    "SingleActionCritic",
+    "TwoHotCritic",
+    "check_width",
+    "expectation",
+    "make_ensemble",
+    "resolve_critic",
+]
