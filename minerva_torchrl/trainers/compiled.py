@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import functools
+import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple
 
 import torch
@@ -93,7 +95,8 @@ class CompiledGradients:
                 options=self._options(),
             )
         torch.compiler.cudagraph_mark_step_begin()
-        with torch._dynamo.config.patch(trace_autograd_ops=True):
+        undisturbed = _signals_wait() if new else nullcontext()
+        with torch._dynamo.config.patch(trace_autograd_ops=True), undisturbed:
             result = self._functions[key](batch)
         if new:
             self.announce(f"compiled in {time.perf_counter() - start:.0f} s")
@@ -108,6 +111,16 @@ class CompiledGradients:
             return None
         of_mode = {} if self.mode == "default" else torch._inductor.list_mode_options(self.mode)
         return {**of_mode, "fallback_random": True}  # the draws of the eager update
+
+
+@contextmanager
+def _signals_wait() -> Iterator[None]:
+    """Let Ctrl-C wait: it would end the C++ compiler, too, and the run with an error."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 def _evaluate(
