@@ -69,7 +69,7 @@ def test_compiled_updates_are_the_eager_ones(kind: str) -> None:
             torch.manual_seed(i)
             batch = data.clone()
             if i == 2 and kind == "mpo":
-                spoil(batch, ("next", "reward"), torch.nan)
+                batch = spoil(batch, ("next", "reward"), torch.nan)
             if i == 3:  # a schedule
                 for optimizer in stepper._optimizers.values():
                     optimizer.param_groups[0]["lr"] *= 0.5
