@@ -7,6 +7,7 @@ Four parts: ``model`` (networks, targets, duals, statistics of the observations:
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -306,9 +307,9 @@ def _check_metrics(state: Any) -> None:
         rows = len(next(iter(losses.values())))
         check_rows(losses, "training.metrics.losses", rows=rows, names=())
     for name in ("returns", "lengths"):
-        check_like(state[name], [0.0] * len(state[name]), f"training.metrics.{name}")
+        check_like(state[name], [-math.inf] * len(state[name]), f"training.metrics.{name}")
     if state["episode_return"] is not None:
-        check_like(state["episode_return"], 0.0, "training.metrics.episode_return")
+        check_like(state["episode_return"], -math.inf, "training.metrics.episode_return")
 
 
 def _check_replay(assembly: Assembly, data: Any) -> None:

@@ -29,7 +29,7 @@ def check_like(
     Args:
         saved (Any): tensors, numbers and texts in dictionaries, lists and tuples.
         template (Any): the same, of the form that is wanted. A tensor stands for those of its type
-            and shape, an integer for those of at least 0 (or itself), a number for finite ones.
+            and shape, a number for finite ones of at least 0 (or itself), an integer for such.
         path (str): what to call the data in an error.
 
     Keyword Args:
@@ -138,7 +138,8 @@ def _is_like(saved: Any, template: Any) -> bool:
     if type(template) is int:
         return type(saved) is int and min(template, 0) <= saved < 2**63
     if type(template) is float:
-        return type(saved) in (int, float) and math.isfinite(saved)
+        is_number = type(saved) in (int, float) and math.isfinite(saved)
+        return is_number and saved >= min(template, 0.0)
     return type(saved) is type(template)
 
 

@@ -245,6 +245,7 @@ def test_lists_in_lists_are_refused(store: CheckpointStore) -> None:
         ({"w": torch.zeros(3), "n": True, "x": 0.5}, "state.n is True"),
         ({"w": torch.zeros(3), "n": -1, "x": 0.5}, "state.n is -1"),
         ({"w": torch.zeros(3), "n": 1, "x": float("nan")}, "state.x is nan"),
+        ({"w": torch.zeros(3), "n": 1, "x": -0.5}, "state.x is -0.5"),
         ("state", "state is 'state'"),
     ],
 )
