@@ -7,6 +7,9 @@
 `MPOOptimizationStepper`; each is compared with a floor that does the same mathematics. The
 mathematics of the two presets differs: one draw of samples per update against two.
 
+`minerva_torchrl[default,compiled]`, with `--compile`, has compiled losses and gradients.
+`r10` has the sizes of a run.
+
 `rlax[default]` and `rlax[minerva-seed]` are the floors' updates in JAX, if `jax`, `rlax` and
 `optax` are installed. With `--threads 1` JAX works in one thread as well; with more it takes as
 many as it wants, which is one for every core.
@@ -40,6 +43,7 @@ from minerva_torchrl.modules import (
 )
 from minerva_torchrl.presets import mpo_preset
 from minerva_torchrl.trainers import make_target_updater
+from minerva_torchrl.trainers.compiled import CompiledGradients
 
 if TYPE_CHECKING:
     from mpo_jax import RlaxMPO
@@ -222,8 +226,6 @@ def make_cases(
     floors: dict[str, str] = {}
     for preset, floor_name in (("default", "floor"), ("minerva-seed", "floor[minerva-seed]")):
         loss, stepper = make_ours(config, preset)
-        if compiled:
-            loss.qvalue_network.module.compile()
         updater = make_target_updater(loss, period=100)
         adam = mpo_preset(preset).adam
         floor = make_floor(loss, stepper, adam)
@@ -234,6 +236,8 @@ def make_cases(
             updater.step()
 
         new = {f"minerva_torchrl[{preset}]": ours}
+        if compiled and stepper.dual_order == "simultaneous":
+            new[f"minerva_torchrl[{preset},compiled]"] = make_compiled(config, preset, data)
         new[floor_name] = lambda floor=floor: floor.update(plain)
         reference = make_floor(loss, stepper, adam)  # its target networks are not the trained ones
         peer = make_rlax(reference, plain)
@@ -245,10 +249,25 @@ def make_cases(
     return cases, floors
 
 
+def make_compiled(config: Config, preset: str, data: TensorDict) -> Callable[[], None]:
+    """The same update with compiled losses and gradients."""
+    loss, stepper = make_ours(config, preset)
+    stepper.compiled = CompiledGradients()
+    updater = make_target_updater(loss, period=100)
+    floor = make_floor(loss, stepper, mpo_preset(preset).adam)
+    check_agreement(loss, stepper, floor, data, flat(data))
+
+    def update() -> None:
+        stepper.update(loss, data)
+        updater.step()
+
+    return update
+
+
 def main() -> None:
     parser = make_parser(__doc__, rounds=9)
     parser.add_argument("--config", choices=tuple(CONFIGS), default="c20")
-    parser.add_argument("--compile", action="store_true", help="compile the critic of ours")
+    parser.add_argument("--compile", action="store_true", help="ours compiled, too")
     args = start(parser)
     prepare_jax(args.threads)
     cases, floors = make_cases(CONFIGS[args.config], compiled=args.compile)

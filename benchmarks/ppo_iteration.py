@@ -3,7 +3,8 @@
     python benchmarks/ppo_iteration.py
     python benchmarks/ppo_iteration.py --config small --json
 
-`minerva_torchrl` is what a trainer of `make_ppo_trainer` does with a collected batch. `torchrl` is
+`minerva_torchrl` is what a trainer of `make_ppo_trainer` does with a collected batch, and
+`minerva_torchrl[compiled]`, with `--compile`, the same with compiled minibatches. `torchrl` is
 the loop of TorchRL's own PPO script: `GAE` before every epoch, minibatches from a replay buffer, no
 clipping of gradients. `stable-baselines3` is its `PPO.train` after the rollout is written to its
 buffer, if the package is installed.
@@ -37,6 +38,7 @@ from vmpo_update import make_networks, our_parameters
 from minerva_torchrl import make_ppo_loss
 from minerva_torchrl.modules import DirectClipPPOLoss
 from minerva_torchrl.trainers import PPOOptimizationStepper, make_ppo_trainer
+from minerva_torchrl.trainers.compiled import CompiledGradients
 
 ADAM = {"lr": 3e-4, "eps": 1e-5}
 
@@ -56,7 +58,11 @@ class Config:
         return self.envs * self.steps
 
 
-CONFIGS = {"cheetah": Config(), "small": Config(layers=(64, 64))}
+CONFIGS = {
+    "cheetah": Config(),
+    "small": Config(layers=(64, 64)),
+    "runs": Config(layers=(256, 256)),
+}
 
 
 def make_rollout(config: Config, actor: nn.Module) -> TensorDict:
@@ -215,6 +221,7 @@ def make_stable_baselines3(config: Config, rollout: TensorDict) -> Callable[[], 
 def main() -> None:
     parser = make_parser(__doc__, rounds=5, threads=1)
     parser.add_argument("--config", choices=tuple(CONFIGS), default="cheetah")
+    parser.add_argument("--compile", action="store_true", help="ours compiled, too")
     args = start(parser)
     config = CONFIGS[args.config]
     trainer = make_ours(config)
@@ -227,6 +234,11 @@ def main() -> None:
         "floor": lambda: floor.iterate(tensors),
         "torchrl": make_torchrl(config, rollout),
     }
+    if args.compile:
+        compiled = make_ours(config)
+        compiled.optimization_stepper.compiled = CompiledGradients()
+        check_agreement(compiled, make_floor(config, compiled), rollout)
+        cases["minerva_torchrl[compiled]"] = lambda: iterate_ours(compiled, rollout)
     if importlib.util.find_spec("stable_baselines3"):
         cases["stable-baselines3"] = make_stable_baselines3(config, rollout)
     results = measure(cases, rounds=args.rounds, clock=args.clock, warmup=1)

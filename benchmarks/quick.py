@@ -25,7 +25,7 @@ RUNS = {  # arguments by script, and rounds relative to those asked for
     "ppo_iteration.py": (["--config", "small"], 1),
     "collection.py": ([], 1),
     "replay.py": ([], 1),
-    "sb3.py": ([], 1),
+    "sb3.py": (["--updates", "eager"], 1),  # compiling takes its time
 }
 
 

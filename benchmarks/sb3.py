@@ -1,13 +1,13 @@
 """Time whole training beside stable-baselines3: PPO against its PPO, MPO against its SAC.
 
     python benchmarks/sb3.py
-    python benchmarks/sb3.py --eager --json
+    python benchmarks/sb3.py --updates both --json
 
 Times are those of 1000 frames of gym:HalfCheetah-v5, without evaluation, records and checkpoints.
 All networks have two layers of 256 units. PPO: 8 environments, rollouts of 2048 frames, 10 epochs
 of minibatches of 64, tanh, observations and rewards normalised. MPO and SAC: one environment,
 batches of 128 and an update every second frame; everything else is each package's default, for us
-that of a run of a million frames (`compile.enabled=auto`). `--eager` times uncompiled runs, too.
+that of a run of a million frames (`compile.enabled=auto`). `--updates eager` does not compile.
 
 Without stable-baselines3 (`pip install -e ".[bench]"`) there is nothing to compare with, and our
 times stand alone.
@@ -32,6 +32,12 @@ from end_to_end import OurLoop
 from minerva_torchrl.runs import parse_config
 from minerva_torchrl.runs.assemble import assemble
 
+# compile.enabled of our runs, by what is added to their names; None is the default of runs.
+UPDATES: dict[str, dict[str, bool | None]] = {
+    "auto": {"": None},
+    "eager": {",eager": False},
+    "both": {"": None, ",eager": False},
+}
 OURS, THEIRS = "minerva_torchrl", "stable-baselines3"
 
 
@@ -174,8 +180,7 @@ def make_cases(
     Args:
         config: sizes.
         algo: ``"ppo"`` or ``"mpo"``.
-        compiled: ``compile.enabled`` of runs of ours, by what is added to their names. ``None`` is
-            the default of runs.
+        compiled: one of ``UPDATES``.
     """
     peer = f"{THEIRS}[{'SAC' if algo == 'mpo' else 'PPO'}]"
     ours = {
@@ -195,12 +200,13 @@ def make_cases(
 def main() -> None:
     parser = make_parser(__doc__, rounds=5, threads=1)
     parser.add_argument("--algo", choices=("ppo", "mpo"), help="only one of the two")
-    parser.add_argument("--eager", action="store_true", help="ours without compiling, too")
+    parser.add_argument(
+        "--updates", choices=tuple(UPDATES), default="auto", help="ours compiled or not (auto)"
+    )
     args = start(parser)
     config = Config()
     for algo in ("ppo", "mpo") if args.algo is None else (args.algo,):
-        variants = {"": None} | ({",eager": False} if args.eager else {})
-        cases, peers = make_cases(config, algo, variants)
+        cases, peers = make_cases(config, algo, UPDATES[args.updates])
         frames = config.rollout if algo == "ppo" else config.frames
         results = measure(cases, rounds=args.rounds, clock=args.clock, warmup=1, per=frames / 1000)
         title = f"{algo.upper()} training, {config.name}"

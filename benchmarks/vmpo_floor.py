@@ -7,7 +7,9 @@ of the policy's loss are not evaluated.
 
 from __future__ import annotations
 
+import itertools
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import torch
@@ -28,6 +30,7 @@ class FloorSettings:
     epsilon_stddev: float
     dual_first: bool  # the policy's loss has the new multipliers
     clip: float
+    minibatch: int | None = None  # samples of a policy step, for divergences over all samples
     critic_coeff: float = 0.5
 
 
@@ -83,8 +86,10 @@ class VMPOFloor:
         else:
             policy_obs = obs
             weights = torch.zeros(len(obs)).index_copy_(0, rows, weights)
-        old_log_scale = old_scale.log()
-        for _ in range(s.num_policy_steps):
+        samples = (policy_obs, action, old_loc, old_scale, weights * len(weights), obs, target)
+        for minibatch in itertools.islice(self._minibatches(samples), s.num_policy_steps):
+            policy_obs, action, old_loc, old_scale, weights, obs, target = minibatch
+            old_log_scale = old_scale.log()
             loc = self.policy.loc_network(policy_obs)
             log_scale = self.policy.log_scale
             kl_mean = 0.5 * ((loc - old_loc) / old_scale).square().sum(-1).mean()
@@ -96,7 +101,7 @@ class VMPOFloor:
             error = (action - loc) * (-log_scale).exp()
             constant = (log_scale + HALF_LOG_TWO_PI).sum()
             neg_log_prob = 0.5 * error.square().sum(-1) + constant
-            loss = weights @ neg_log_prob + alpha_mean * kl_mean + alpha_stddev * kl_stddev
+            loss = (weights * neg_log_prob).mean() + alpha_mean * kl_mean + alpha_stddev * kl_stddev
             loss = loss + s.critic_coeff * F.mse_loss(self.critic(obs), target)
             self.optimizer.zero_grad()
             loss.backward()
@@ -104,6 +109,15 @@ class VMPOFloor:
             self.optimizer.step()
             if not s.dual_first:
                 self._step_alphas(kl_mean, kl_stddev)
+
+    def _minibatches(self, samples: tuple[Tensor, ...]) -> Iterator[tuple[Tensor, ...]]:
+        while True:
+            if self.s.minibatch is None:
+                yield samples
+            else:
+                order = torch.randperm(len(samples[0]))
+                parts = [tensor[order].split(self.s.minibatch) for tensor in samples]
+                yield from zip(*parts, strict=True)
 
     def _e_step(self, advantage: Tensor) -> tuple[Tensor, Tensor]:
         """Numbers of the selected samples, and their weights."""

@@ -2,11 +2,13 @@
 
     python benchmarks/vmpo_update.py --threads 2
     python benchmarks/vmpo_update.py --config small --json
+    python benchmarks/vmpo_update.py --config runs --threads 1 --compile
 
 `minerva_torchrl[...]` is `VMPOLoss` with `VMPOOptimizationStepper` on a rollout that has its
 advantages; each is compared with a floor that does the same mathematics. Both presets take the same
 number of policy steps here. `minerva-seed` measures divergences over the selected samples only and
-steps the multipliers before the policy.
+steps the multipliers before the policy. `minerva_torchrl[default,compiled]`, with `--compile`, has
+compiled losses and gradients. The config `runs` has the sizes of a run, with minibatches.
 
 `rlax[...]` are the floors' updates in JAX, if `jax`, `rlax` and `optax` are installed. With
 `--threads 1` JAX works in one thread as well.
@@ -36,6 +38,7 @@ from vmpo_floor import FloorSettings, TanhPolicy, VMPOFloor, tanh_network
 from minerva_torchrl import VMPOLoss, VMPOOptimizationStepper
 from minerva_torchrl.modules import DirectModule, StateIndependentScale, Tanh, orthogonal_init_
 from minerva_torchrl.presets import vmpo_preset
+from minerva_torchrl.trainers.compiled import CompiledGradients
 
 if TYPE_CHECKING:
     from vmpo_jax import RlaxVMPO
@@ -50,9 +53,14 @@ class Config:
     batch: int = 4096
     layers: tuple[int, ...] = (512, 256)
     policy_steps: int = 16
+    minibatch: int | None = None
 
 
-CONFIGS = {"cheetah": Config(), "small": Config(layers=(64, 64))}
+CONFIGS = {
+    "cheetah": Config(),
+    "small": Config(layers=(64, 64)),
+    "runs": Config(batch=2048, layers=(256, 256), policy_steps=320, minibatch=64),
+}
 
 
 def make_networks(
@@ -101,7 +109,8 @@ def make_ours(config: Config, preset_name: str) -> tuple[VMPOLoss, VMPOOptimizat
         torch.optim.Adam(networks, lr=lr, **adam),
         torch.optim.Adam(loss.alpha_parameters(), lr=lr_dual, **adam),
         temperature,
-        **{**preset.stepper, "num_policy_steps": config.policy_steps},
+        **preset.stepper
+        | {"num_policy_steps": config.policy_steps, "minibatch_size": config.minibatch},
     )
     return loss, stepper
 
@@ -117,6 +126,7 @@ def make_floor(loss: VMPOLoss, stepper: VMPOOptimizationStepper, preset_name: st
         epsilon_stddev=loss.epsilon_stddev.item(),
         dual_first=stepper.dual_order == "dual_first",
         clip=stepper.clip,
+        minibatch=stepper.minibatch_size,
     )
     policy, critic = our_parameters(loss)
     return VMPOFloor(
@@ -140,7 +150,9 @@ def check_agreement(
     loss: VMPOLoss, stepper: VMPOOptimizationStepper, floor: VMPOFloor, data: TensorDict
 ) -> None:
     """Both take an update, which must lead to the same parameters."""
+    torch.manual_seed(1)
     stepper.update(loss, data.clone())
+    torch.manual_seed(1)
     floor.update(flat(data))
     for ours, theirs in zip(our_parameters(loss), (floor.policy, floor.critic), strict=True):
         check_same_parameters(ours, dict(theirs.named_parameters()), lr=RATES[0])
@@ -179,16 +191,25 @@ def flat(data: TensorDict) -> dict[str, torch.Tensor]:
 def main() -> None:
     parser = make_parser(__doc__, rounds=5)
     parser.add_argument("--config", choices=tuple(CONFIGS), default="cheetah")
+    parser.add_argument("--compile", action="store_true", help="ours compiled, too")
     args = start(parser)
     prepare_jax(args.threads)
     cases, floors = {}, {}
-    for preset, floor_name in (("default", "floor"), ("minerva-seed", "floor[minerva-seed]")):
+    presets = {"default": "floor", "default,compiled": "floor"}
+    if not args.compile:
+        del presets["default,compiled"]
+    if CONFIGS[args.config].minibatch is None:
+        presets["minerva-seed"] = "floor[minerva-seed]"
+    for title, floor_name in presets.items():
+        preset = title.removesuffix(",compiled")
         loss, stepper = make_ours(CONFIGS[args.config], preset)
+        if title != preset:
+            stepper.compiled = CompiledGradients()
         data = make_data(CONFIGS[args.config], loss.actor_network)
         floor = make_floor(loss, stepper, preset)
         check_agreement(loss, stepper, floor, data)
         plain = flat(data)
-        name = f"minerva_torchrl[{preset}]"
+        name = f"minerva_torchrl[{title}]"
         cases[name] = lambda loss=loss, stepper=stepper, data=data: stepper.update(loss, data)
         cases[floor_name] = lambda floor=floor, plain=plain: floor.update(plain)
         floors |= {name: floor_name, floor_name: floor_name}

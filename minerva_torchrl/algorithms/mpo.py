@@ -354,7 +354,7 @@ PRESETS = {
         description=(
             "Acme's TensorFlow agent: policy trained at the next states with the samples of the "
             "critic's target, a large initial temperature, an update for every eight frames. "
-            "Different there: the target policy acts"
+            "Unlike there, the online policy acts, not its target"
         ),
         loss={
             "epsilon": 0.1,
@@ -393,10 +393,10 @@ PRESETS = {
     "tonic": Preset(
         description=(
             "tonic: policy trained at the current states with samples of its own, targets as a "
-            "moving average, no clipping of gradients, ReLU networks with a tanh mean. Different "
-            "there: the critic sees actions outside their bounds as they are, stored observations "
-            "are normalised with the latest statistics, and 1e-4 is not added to the standard "
-            "deviation but its smallest value"
+            "moving average, no clipping of gradients, ReLU networks with a tanh mean. Unlike "
+            "there, the critic sees actions clipped to their bounds, stored observations stay "
+            "normalised with the statistics of their time, and 1e-4 is added to the standard "
+            "deviation instead of being its smallest value"
         ),
         loss={
             "epsilon": 0.1,

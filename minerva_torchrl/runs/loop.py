@@ -81,7 +81,10 @@ class TrainingLoop:
             compiled.announce = self._progress.write
         # The last hook of this stage: the one that gives the weights to the collector came before.
         self._trainer.register_op("post_steps", self._after_batch)
-        if run.stop_reason is None:
+        if run.is_complete:  # and was killed before all of it was written down
+            with self._despite_errors("curve.png"):
+                self._folder.draw_curve()
+        elif run.stop_reason is None:
             try:
                 self._trainer.train()
             except (EnvironmentFailure, PolicyFailure):

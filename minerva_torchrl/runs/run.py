@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import shlex
@@ -21,6 +22,7 @@ from minerva_torchrl.runs.assemble import (
     resolve_compile,
     resolve_device,
 )
+from minerva_torchrl.runs.atomic import read_file
 from minerva_torchrl.runs.callbacks import Callback
 from minerva_torchrl.runs.checkpoints import Checkpoint, CheckpointError, open_checkpoint
 from minerva_torchrl.runs.folder import (
@@ -201,7 +203,7 @@ class Run:
         """
         config = self.config
         with self._opened as opened:
-            if self.is_complete:
+            if self.is_complete and self._has_summary():
                 self._stream.write(
                     f"{self.run_dir} is complete: it has {self.frames:,} frames. Give a larger "
                     "total_frames to go on.\n"
@@ -228,6 +230,14 @@ class Run:
             opened.callback(metrics_logger.close)
             with StopOnSignals(self.stop, progress.write):
                 return TrainingLoop(self, folder, progress, metrics_logger).train()
+
+    def _has_summary(self) -> bool:
+        """Whether the run was not killed between its last checkpoint and its summary."""
+        try:
+            summary = json.loads(read_file(self.run_dir / "summary.json", limit=1 << 20))
+            return bool(summary["frames"] == self.frames)
+        except (OSError, ValueError, LookupError, TypeError, RecursionError):
+            return False
 
     def resume_command(self) -> str:
         """What to type to go on with this run."""

@@ -17,7 +17,7 @@ __all__ = ["CompiledGradients", "Evaluation", "clip_gradients", "sum_of_losses",
 class Evaluation(NamedTuple):
     """What the optimisers' steps need of a batch."""
 
-    losses: Mapping[str, Tensor]
+    losses: dict[str, Tensor]
     """Losses and metrics, detached."""
     gradients: Sequence[Tensor | None]
     """Gradients of all parameters, clipped."""
@@ -133,7 +133,7 @@ def _evaluate(
 def clip_gradients(gradients: list[Tensor], clip: float | None) -> Tensor:
     """Scale gradients, in place, to a joint norm of at most ``clip``; returns their norm."""
     norm = nn.utils.get_total_norm(gradients)
-    if clip is not None:
+    if clip is not None and gradients:
         torch._foreach_mul_(gradients, (clip / (norm + 1e-6)).clamp(max=1.0))
     return norm
 

@@ -161,7 +161,8 @@ class MPOOptimizationStepper(GuardedStepper):
                 "optimizer_actor": self.clip_actor,
                 "optimizer_dual": self.clip_dual,
             }
-            method = None if with_metrics else "training_loss"
+            # One graph for all: in it the metrics cost less than to compile another one.
+            method = None if with_metrics or self.compiled is not None else "training_loss"
             losses, taken = self._evaluate(learner, batch, method, clips)
             for name in clips:
                 self._step_if(taken, name)
@@ -173,11 +174,11 @@ class MPOOptimizationStepper(GuardedStepper):
         if not with_metrics:
             return TensorDict()
         # The duals as they are now.
-        return losses.detach().update(loss.dual_values())
+        return TensorDict({**losses, **loss.dual_values()})
 
     def _update_in_parts(
         self, learner: Learner, batch: TensorDictBase, with_metrics: bool
-    ) -> tuple[TensorDict, Tensor]:
+    ) -> tuple[dict[str, Tensor], Tensor]:
         """Critic, duals and policy one after the other, the policy several times."""
         loss: Any = learner.loss_module
         dual_first = self.dual_order == "dual_first"
@@ -207,7 +208,8 @@ class MPOOptimizationStepper(GuardedStepper):
             loss.project_duals_()
         loss.set_priority(batch, metrics_qvalue.pop("td_error"))
         losses = {"loss_qvalue": loss_qvalue, "loss_actor": loss_actor, **dual_losses}
-        return TensorDict({**losses, **metrics, **metrics_actor, **metrics_qvalue}), taken
+        losses = {name: value.detach() for name, value in losses.items()}
+        return {**losses, **metrics, **metrics_actor, **metrics_qvalue}, taken
 
 
 class MPOTrainer(Trainer):

@@ -116,6 +116,7 @@ class PPOOptimizationStepper(GuardedStepper):
             may_be_last = epoch == self.num_epochs or self.target_kl is not None
             # Nobody sees the metrics of an epoch that is not the last.
             losses_only = not may_be_last and isinstance(loss, DirectClipPPOLoss)
+            losses_only = losses_only and self.compiled is None  # where one graph serves all
             method = "losses" if losses_only else None
             outputs = [
                 self._take_step(learner, minibatch, method)
@@ -155,7 +156,7 @@ class PPOOptimizationStepper(GuardedStepper):
 
     def _take_step(
         self, learner: Learner, minibatch: TensorDictBase, method: str | None
-    ) -> TensorDict:
+    ) -> dict[str, Tensor]:
         """One step on the loss of a minibatch, unless it is not finite; returns it detached."""
         losses, taken = self._evaluate(learner, minibatch, method, {"optimizer": self.clip})
         self._step_if(taken, "optimizer")

@@ -134,7 +134,7 @@ class GuardedStepper(OptimizationStepper):
         batch: TensorDictBase,
         method: str | None,
         clips: Mapping[str, float | None],
-    ) -> tuple[TensorDict, Tensor]:
+    ) -> tuple[dict[str, Tensor], Tensor]:
         """Losses of a batch, and their gradients where the optimisers look for them.
 
         Args:
@@ -151,13 +151,13 @@ class GuardedStepper(OptimizationStepper):
         if self.compiled is None or self._group is not None:
             losses = learner.compute_loss(batch, method)
             finite = self._backward(losses, clips)
-            return TensorDict({name: x.detach() for name, x in losses.items()}), finite
+            return {name: x.detach() for name, x in losses.items()}, finite
         groups = [(_parameters(self._optimizers[name]), clip) for name, clip in clips.items()]
         result = self.compiled(learner.loss_module, batch, method, groups)
         parameters = (parameter for group, _ in groups for parameter in group)
         for parameter, gradient in zip(parameters, result.gradients, strict=True):
             parameter.grad = gradient
-        return TensorDict(result.losses), result.finite
+        return result.losses, result.finite
 
     def _backward(
         self,
@@ -210,10 +210,13 @@ class GuardedStepper(OptimizationStepper):
             # For this step only, so that schedulers and checkpoints see the nominal rates.
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate * lr_scale
-        if fused:  # what gradient scalers use: the flag is read on the device
+        if not fused:
+            optimizer.step()
+        elif _is_plain_adam(optimizer):
+            _step_adam(optimizer, (~taken).float())
+        else:  # what gradient scalers use: the flag is read on the device
             optimizer.found_inf = (~taken).float()
-        optimizer.step()
-        if fused:
+            optimizer.step()
             del optimizer.found_inf
         if lr_scale != 1:
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
@@ -346,6 +349,51 @@ class Undo:
                 yield parameter
                 state = optimizer.state.get(parameter, {})
                 yield from (value for value in state.values() if isinstance(value, Tensor))
+
+
+def _is_plain_adam(optimizer: Optimizer) -> bool:
+    """Whether a step is nothing but one call of the fused kernel for each group."""
+    hooks = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    return (
+        type(optimizer) is torch.optim.Adam
+        and not hooks
+        and all(p.grad is None or p in optimizer.state for p in _parameters(optimizer))
+        and not any(group["amsgrad"] or group["maximize"] for group in optimizer.param_groups)
+        and not any(group.get("decoupled_weight_decay") for group in optimizer.param_groups)
+        and len({(p.dtype, p.device) for p in _parameters(optimizer)}) == 1
+    )
+
+
+@torch.no_grad()
+def _step_adam(optimizer: Optimizer, left_out: Tensor) -> None:
+    """``step()`` of a plain fused Adam, unless a 0-d flag of zero or one says otherwise.
+
+    What ``step()`` does around the kernel takes longer than the kernel for a small network.
+    """
+    for group in optimizer.param_groups:
+        parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
+        if not parameters:
+            continue
+        states = [optimizer.state[parameter] for parameter in parameters]
+        steps = [state["step"] for state in states]
+        torch._foreach_add_(steps, 1)
+        torch._fused_adam_(
+            parameters,
+            [parameter.grad for parameter in parameters],
+            [state["exp_avg"] for state in states],
+            [state["exp_avg_sq"] for state in states],
+            [],
+            steps,
+            lr=group["lr"],
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            amsgrad=False,
+            maximize=False,
+            found_inf=left_out,
+        )
+        torch._foreach_sub_(steps, [left_out] * len(steps))
 
 
 def scale_of_lr(scaling: LRScaling | None, num_policy_steps: int) -> float:

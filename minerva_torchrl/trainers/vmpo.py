@@ -144,16 +144,17 @@ class VMPOOptimizationStepper(GuardedStepper):
         taken = torch.ones((), dtype=torch.bool, device=data.get("e_step").mask.device)
         for i in range(self.num_policy_steps):
             last = i == self.num_policy_steps - 1
-            with_metrics = last and self.minibatch_size is None
+            # In compiled code one graph serves all steps.
+            with_metrics = last and self.minibatch_size is None and self.compiled is None
             minibatch = next(minibatches)
             taken, losses = take_step(learner, minibatch, taken, i == 0, with_metrics)
             if i == 0:
                 undo.unless(taken)
         self._count(taken)
-        if self.minibatch_size is not None:
+        if not with_metrics:
             with torch.no_grad():
-                losses = loss(data)
-        return losses.detach().update({**metrics, **loss.dual_values()})
+                losses = dict(loss(data).items())
+        return TensorDict({**losses, **metrics, **loss.dual_values()})
 
     def _joint_step(
         self,
@@ -162,7 +163,7 @@ class VMPOOptimizationStepper(GuardedStepper):
         taken: Tensor,
         first: bool,
         with_metrics: bool,
-    ) -> tuple[Tensor, TensorDict]:
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """All losses, one backward pass, all optimisers; left out unless ``taken``."""
         clips = {"optimizer": self.clip, **self._dual_clips(first)}
         # Nobody sees the metrics of the other steps.
@@ -180,7 +181,7 @@ class VMPOOptimizationStepper(GuardedStepper):
         taken: Tensor,
         first: bool,
         with_metrics: bool,
-    ) -> tuple[Tensor, TensorDict]:
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """The same with the duals stepped before the policy's loss is evaluated."""
         loss, clips = learner.loss_module, self._dual_clips(first)
         undo = Undo((), *(self._optimizers[name] for name in clips))
@@ -195,7 +196,7 @@ class VMPOOptimizationStepper(GuardedStepper):
         taken = taken & self._backward(loss_networks, {"optimizer": self.clip})
         self._step_all(taken, ["optimizer"])
         undo.unless(taken)
-        return taken, TensorDict(losses)
+        return taken, {name: value.detach() for name, value in losses.items()}
 
     def _dual_clips(self, first: bool) -> dict[str, float | None]:
         """The optimisers of the duals; that of the temperature steps once per rollout."""
@@ -216,9 +217,8 @@ class VMPOOptimizationStepper(GuardedStepper):
         samples = data.reshape(-1)
         while True:
             order = torch.randperm(samples.numel(), device=samples.get("advantage").device)
-            shuffled = samples[order]
-            for start in range(0, samples.numel(), size):
-                yield shuffled[start : start + size]
+            # One copy of everything, so that the minibatches can be views.
+            yield from samples[order].split(size)
 
     def _check_temperature(self, loss: VMPOLoss) -> None:
         learned = loss.temperature_update == "gradient"

@@ -224,7 +224,7 @@ def _goes_on_without_logger(kind: str, method: str, folder: Path) -> str | None:
 def _command(kind: str, folder: Path, **changes: Any) -> list[str]:
     settings = {**dotted(kind), "run_dir": str(folder / "run"), "env.max_episode_steps": None}
     settings |= {"env.num_envs": 2, "env.num_workers": 2, "env.name": "faulty"}
-    settings |= {"env.factory": "tests.envs.faulty:Faulty", **changes}
+    settings |= {"env.factory": "tests.envs.faulty:Faulty", "compile.enabled": False, **changes}
     named = {None: "null", True: "true", False: "false"}
     words = [
         f"{name}={named[value] if value is None or isinstance(value, bool) else value}"
@@ -277,10 +277,9 @@ def _worker_ends(fault: str, at: int, folder: Path) -> str | None:
 
 def _ctrl_c_with_workers(folder: Path) -> str | None:
     process = _start(_command("ppo", folder, total_frames=10_000_000), folder)
-    end = time.monotonic() + 240
-    while time.monotonic() < end and not (folder / "run" / "metrics.csv").exists():
+    table, end = folder / "run" / "metrics.csv", time.monotonic() + 240
+    while time.monotonic() < end and not (table.exists() and read_csv(table)):
         time.sleep(0.2)
-    time.sleep(1.0)
     os.killpg(process.pid, signal.SIGINT)
     errors = process.communicate(timeout=240)[1]
     if not _group_is_gone(process.pid):

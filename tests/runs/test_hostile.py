@@ -27,7 +27,7 @@ from minerva_torchrl.runs import (
 )
 from minerva_torchrl.runs.atomic import open_file, read_file, replace_file
 from minerva_torchrl.runs.csv_table import CsvTable
-from minerva_torchrl.runs.folder import check_folder
+from minerva_torchrl.runs.folder import RunFolder, check_folder
 from minerva_torchrl.runs.run import resume_run
 from minerva_torchrl.runs.settings import default_run_dir
 from minerva_torchrl.runs.start import first_line, quiet_interrupts
@@ -363,6 +363,25 @@ def test_killed_between_an_evaluation_and_its_best_checkpoint(
     monkeypatch.undo()
     resume(tmp_path / "run")
     assert_same_runs(tmp_path / "run", train(tmp_path / "whole", "vmpo", total_frames=50).run_dir)
+
+
+def test_killed_between_its_end_and_its_summary(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(*args: Any) -> None:
+        (tmp_path / "run" / ".tmp-0123456789abcdef.json").write_text("{")
+        raise Killed
+
+    monkeypatch.setattr(RunFolder, "write_summary", killed)
+    with pytest.raises(Killed):
+        train(tmp_path / "run", "vmpo", total_frames=50)
+    monkeypatch.undo()
+    summary = resume_run(tmp_path / "run", stream=io.StringIO()).train()
+    assert summary["frames"] == 50
+    assert json.loads((tmp_path / "run" / "summary.json").read_text()) == summary
+    assert not list((tmp_path / "run").glob(".tmp-*"))
+    assert resume_run(tmp_path / "run", stream=io.StringIO()).train() == {}
+    assert len(read_csv(tmp_path / "run" / "eval.csv")) == 2
 
 
 def test_a_folder_without_settings_can_be_started_again(tmp_path: Path) -> None:

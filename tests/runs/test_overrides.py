@@ -25,7 +25,7 @@ from tests.runs.tiny import nested, tiny_config
     ("arguments", "message"),
     [
         (["optim.lr_act=1"], "no setting 'optim.lr_act'. Did you mean optim.lr_actor"),
-        (["optim.lr=1e-3"], "no setting 'optim.lr'. Allowed: optim.updates_per_frame, "),
+        (["optim.lr=1e-3"], "no setting 'optim.lr'. Allowed: optim.optimizer, optim.momentum, "),
         (["lr_actor=1"], "no setting 'lr_actor'. Did you mean optim.lr_actor?"),
         (["+xyz=1"], "no setting 'xyz'. Allowed: algo, "),
         (["seed.x=1"], "error: there is no setting 'seed.x'."),

@@ -95,7 +95,11 @@ def nested(settings: Mapping[str, Any]) -> dict[str, Any]:
 def dotted(kind: str, **changes: Any) -> dict[str, Any]:
     """Settings of a tiny run by dotted name; ``__`` stands for a dot in the changes."""
     changed = {name.replace("__", "."): value for name, value in changes.items()}
-    return {**COMMON, **SETTINGS[kind][1], **changed}
+    settings = {**COMMON, **SETTINGS[kind][1], **changed}
+    warmup = "replay_buffer.warmup_frames"
+    if warmup in settings and warmup not in changed:  # shorter runs have a shorter one
+        settings[warmup] = min(settings[warmup], settings["total_frames"])
+    return settings
 
 
 def tiny_config(kind: str, **changes: Any) -> RunConfig:
