@@ -104,6 +104,7 @@ class Problem:
         """Parameters, targets, duals and the optimisers' state, without the counters."""
         state = {"loss": self.loss.state_dict(), "stepper": self.stepper.state_dict()}
         state["stepper"].pop("skips")
+        state["stepper"].pop("updates")  # an update that is left out is counted
         return copy.deepcopy(state)
 
     def trainer(self, batches: list[TensorDict], **kwargs: Any) -> Any:
