@@ -46,7 +46,7 @@ class CompiledGradients:
         ...         self.weight = nn.Parameter(torch.tensor(3.0))
         ...
         ...     def forward(self, data):
-        ...         return TensorDict(loss_square=(self.weight * data["x"]).square().mean())
+        ...         return {"loss_square": (self.weight * data["x"]).square().mean()}
         >>> loss, data = Square(), TensorDict({"x": torch.ones(4)}, [4])
         >>> evaluate = CompiledGradients(backend="aot_eager")
         >>> losses, gradients, finite = evaluate(loss, data, None, [([loss.weight], 1.0)])
