@@ -423,17 +423,6 @@ def test_training_loops_take_as_many_updates() -> None:
     assembly.collector.shutdown()
 
 
-def test_compiles_the_critic_if_asked_to(monkeypatch: pytest.MonkeyPatch) -> None:
-    compiled: list[str] = []
-    monkeypatch.setattr(
-        torch.nn.Module, "compile", lambda self: compiled.append(type(self).__name__)
-    )
-    mpo_update.make_cases(TINY_MPO)
-    assert compiled == []
-    mpo_update.make_cases(TINY_MPO, compiled=True)
-    assert compiled == ["StateActionCritic"] * 2
-
-
 TINY_PEERS = sb3.Config(
     name="InvertedPendulum-v5",
     layers=(8,),

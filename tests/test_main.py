@@ -124,7 +124,7 @@ def test_every_setting_has_a_meaning(algo: str, capsys: pytest.CaptureFixture[st
         (["train", "mpo", "optim.lr=1"], 2, "error: there is no setting 'optim.lr'."),
         (["train", "mpo", "seed=-1"], 2, "error: seed must be between 0 and"),
         (["train", "mpo", "--help", "seed=x"], 2, "error: seed must be an integer, got 'x'"),
-        (["train", "ppo", "resume=gone"], 2, "error: there is no run in gone"),
+        (["train", "ppo", "resume=gone"], 1, "error: there is no run in gone"),
         (["evaluate", "--help"], 0, "usage: python -m minerva_torchrl evaluate"),
         (["evaluate", "gone"], 1, "error: "),
         (["report"], 2, "the following arguments are required: RUNS, --out"),

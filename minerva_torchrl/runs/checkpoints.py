@@ -334,7 +334,7 @@ def _locate(path: Path, name: str) -> Path:
     for link in (folder / name, inside / name):
         if os.path.lexists(link):
             return _follow(link)
-    for store in (CheckpointStore(folder), CheckpointStore(inside)):
+    for store in (CheckpointStore(folder), CheckpointStore(inside)) if name in _PREFIXES else ():
         complete = [path for path in store._folders(name) if (path / MANIFEST).exists()]
         if complete:
             return complete[-1]

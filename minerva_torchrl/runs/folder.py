@@ -156,8 +156,10 @@ def check_folder(path: Path, *, new: bool) -> None:
 
 
 def _check_content(path: Path, *, new: bool) -> None:
-    if path.exists() and not path.is_dir():
-        raise ConfigError([f"run_dir {path} is a file."])
+    for place in (path, *path.parents):
+        if place.exists() and not place.is_dir():
+            inside = "" if place == path else f" can't be made: {place}"
+            raise ConfigError([f"run_dir {path}{inside} is a file."])
     names = {file.name for file in path.glob("*") if not file.name.startswith(TEMPORARY)}
     if new and names - {_LOCK}:
         raise ConfigError(

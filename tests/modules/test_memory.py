@@ -30,6 +30,7 @@ def page_faults(before: str) -> int:
     return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other allocators decide themselves")
 def test_freed_memory_is_not_mapped_afresh():
     assert page_faults("keep_freed_memory()") < page_faults("") / 10

@@ -106,7 +106,7 @@ def fresh_compiler() -> Iterator[None]:
 @pytest.mark.parametrize(
     ("backend", "td_est", "kwargs"),
     [
-        ("inductor", None, {}),
+        pytest.param("inductor", None, {}, marks=pytest.mark.slow),
         # Code generation takes most of the time; this checks the graph that it starts from.
         ("aot_eager", "retrace", {"num_qvalue_nets": 2, "policy_states": "both"}),
     ],

@@ -401,10 +401,7 @@ def test_state_and_copies(kind: str) -> None:
     assert_equal(run(copy.deepcopy(loss), data), run(loss, data))
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [k if k == "categorical" else pytest.param(k, marks=pytest.mark.slow) for k in KINDS],
-)
+@pytest.mark.parametrize("kind", [pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS])
 @compiles
 def test_compiles_whole(kind: str) -> None:
     """One graph, with the same losses."""

@@ -63,6 +63,7 @@ def write_run(
             "frames": end,
             "final_return": points[-1][1],
             "best_return": max(value for _, value in points),
+            "skipped_frames": 0,
             "wall_seconds": seconds,
             "frames_per_second": round(end / seconds, 2),
             "updates_per_second": round(end / seconds / 2, 2),

@@ -73,7 +73,7 @@ def test_nothing(tmp_path: Path, content: object) -> None:
         ({"bars": [{**BAR, "algo": "sac"}]}, r"bars\[0\]: algo must be one of mpo, vmpo, ppo, got"),
         (
             {"bars": [BAR, {**BAR, "preset": "acm"}]},
-            r"bars\[1\]: preset must be one of default, minerva-seed, acme, tonic for mpo, got 'ac",
+            r"bars\[1\]: preset must be one of default, minerva-seed, acme, tonic, acme-dmpo",
         ),
         ({"bars": [{**BAR, "frames": -1}]}, r"bars\[0\]: frames must be positive, got -1"),
         ({"bars": BAR}, "bars must be a list, got dict"),

@@ -275,8 +275,6 @@ def test_stop(method: str, frames: int, tmp_path: Path) -> None:
     assert run.stopped_by == "far enough"
     assert summary["frames"] == frames == open_checkpoint(tmp_path / "a").frames
     assert f"stopped at {frames} frames: far enough\n" in stream.getvalue()
-    if frames and method != "on_checkpoint":  # nothing that was averaged is lost
-        assert column(tmp_path / "a" / "metrics.csv", "frames")[-1] == frames
     make_resumed(tmp_path / "a", callbacks=[StopAt()]).train()
     make_run(config, tmp_path / "whole", callbacks=[StopAt()]).train()
     assert_same_runs(tmp_path / "a", tmp_path / "whole")

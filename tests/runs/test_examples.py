@@ -140,10 +140,6 @@ def test_help(algo: str, workplace: Path, capsys: pytest.CaptureFixture[str]) ->
         (["loss.epsilon=high"], "error: loss.epsilon must be a number, got 'high' (str)."),
         (["preset=unknown"], "error: preset must be one of default, minerva-seed, acme, "),
         (["env.name=cheeta-run"], "error: env.name: there is no environment 'cheeta-run'. Did you"),
-        (
-            ["env.name=gym:CartPole-v1", "network.policy=full_covariance"],
-            "error: loss: network.policy=full_covariance does not fit a task",
-        ),
         (["device=nonsense"], "error: device 'nonsense' can't be used here"),
         (["eval.episodes=0"], "error: eval.episodes must be positive, got 0."),
         (["seed=-1", "total_frames=0"], "error: seed must be between 0"),
@@ -158,6 +154,16 @@ def test_wrong_settings(
     errors = capsys.readouterr().err
     assert message in errors
     assert len(errors.splitlines()) == len(wrong)
+    assert content(workplace) == {}
+
+
+def test_a_policy_that_does_not_fit_the_task(
+    workplace: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    wrong = {"env.name": "gym:CartPole-v1", "network.policy": "full_covariance", "run_dir": "x"}
+    assert run_script("mpo_dmc.py", *arguments(dotted("mpo") | wrong)) == 2
+    error = "error: loss: network.policy=full_covariance does not fit a task"
+    assert capsys.readouterr().err.startswith(error)
     assert content(workplace) == {}
 
 

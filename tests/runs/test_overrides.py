@@ -29,7 +29,10 @@ from tests.runs.tiny import nested, tiny_config
         (["lr_actor=1"], "no setting 'lr_actor'. Did you mean optim.lr_actor?"),
         (["+xyz=1"], "no setting 'xyz'. Allowed: algo, "),
         (["seed.x=1"], "error: there is no setting 'seed.x'."),
-        (["preset=acm"], "preset must be one of default, minerva-seed, acme, tonic, got 'acm'"),
+        (
+            ["preset=acm"],
+            "preset must be one of default, minerva-seed, acme, tonic, acme-dmpo, ",
+        ),
         (["sed=1", "env.nam=x"], "'env.nam'"),
     ],
 )

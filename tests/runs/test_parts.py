@@ -16,6 +16,7 @@ from torchrl.modules import ValueOperator
 
 from minerva_torchrl.envs.batched import copy_seeds
 from minerva_torchrl.runs import (
+    CheckpointError,
     ConfigError,
     Run,
     evaluate,
@@ -107,7 +108,7 @@ def test_objects_without_a_name(tmp_path: Path) -> None:
     parts = {**OBJECTS, "make_env": partial(own.Task, gravity=2.0)}
     make_own(tmp_path, parts=parts, total_frames=50).train()
     assert load_config(tmp_path).env.factory == "<functools:partial>"
-    with pytest.raises(ConfigError, match=r"config.yaml names code, .*<functools:partial>"):
+    with pytest.raises(CheckpointError, match=r"config.yaml names code, .*<functools:partial>"):
         load_policy(tmp_path)
     message = r"env.factory=<functools:partial> is an object .* Python: pass make_env=... again"
     with pytest.raises(ConfigError, match=message):

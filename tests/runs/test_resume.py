@@ -158,13 +158,7 @@ def test_more_frames_stretch_the_annealing(kind: str, tmp_path: Path) -> None:
     run = make_resumed(tmp_path, total_frames=200)
     optimizer = run.assembly.trainer.optimization_stepper.optimizer
     rates: list[float] = []
-    step = optimizer.step
-
-    def note_rate(*args: Any, **kwargs: Any) -> Any:
-        rates.append(optimizer.param_groups[0]["lr"])
-        return step(*args, **kwargs)
-
-    optimizer.step = note_rate
+    optimizer.register_step_pre_hook(lambda *_: rates.append(optimizer.param_groups[0]["lr"]))
     run.train()
     # Four batches in all, of which two are done.
     assert sorted(set(rates), reverse=True) == pytest.approx([3e-4 / 2, 3e-4 / 4])

@@ -91,7 +91,7 @@ from tests.runs.tiny import content, make_run, nested, tiny_config
             "mpo",
             "preset",
             "acm",
-            "preset must be one of default, minerva-seed, acme, tonic for mpo",
+            "preset must be one of default, minerva-seed, acme, tonic, acme-dmpo",
         ),
         ("ppo", "preset", "acme", "one of default, minerva-seed for ppo, got 'acme'"),
     ],

@@ -239,6 +239,7 @@ def run(name: str, rank: int | None = None, group: Any = None) -> dict[str, Any]
     for i in range(UPDATES):
         learner.step(1, round_id=i + 1)
         state = {"loss": dict(loss.state_dict()), "stepper": stepper.state_dict()}
+        state["stepper"].pop("updates")  # an update that is left out is counted
         states.append(TensorDict(flatten(state)).clone().to_dict())
     result: dict[str, Any] = {"states": states, "e_step": {}}
     if not is_mpo:
