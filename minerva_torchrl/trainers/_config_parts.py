@@ -11,9 +11,10 @@ from typing import Any, TypeVar
 from omegaconf import MISSING
 from tensordict.nn import NormalParamExtractor, TensorDictModule
 from torch import nn
+from torchrl.data import SliceSampler
 from torchrl.modules import IndependentNormal, ProbabilisticActor
 from torchrl.trainers.algorithms.configs import ModelConfig
-from torchrl.trainers.algorithms.configs.common import _normalize_hydra_keys
+from torchrl.trainers.algorithms.configs.common import _normalize_hydra_key, _normalize_hydra_keys
 from torchrl.trainers.algorithms.configs.data import SamplerConfig
 from torchrl.trainers.algorithms.configs.envs_libs import EnvLibsConfig
 
@@ -23,6 +24,7 @@ from minerva_torchrl.trainers.sequences import SequenceSampler
 __all__ = [
     "IndependentNormalModelConfig",
     "MinervaEnvConfig",
+    "RetraceSliceSamplerConfig",
     "SequenceSamplerConfig",
     "complete",
     "fields_from",
@@ -146,6 +148,29 @@ class SequenceSamplerConfig(SamplerConfig):
     """
 
     _target_: str = "minerva_torchrl.trainers.SequenceSampler"
+
+
+@dataclass
+class RetraceSliceSamplerConfig(SamplerConfig):
+    """Node ``sampler/retrace_slice`` of version 0.1: TorchRL's slices, for older files.
+
+    Episodes that are shorter than ``slice_len`` are left out, and the buffer's ``batch_size``
+    counts steps. ``sampler/sequences`` does neither.
+
+    Examples:
+        >>> from hydra.utils import instantiate
+        >>> instantiate(RetraceSliceSamplerConfig(slice_len=8)).slice_len
+        8
+    """
+
+    slice_len: int = MISSING
+    traj_key: Any = field(default_factory=lambda: ["collector", "traj_ids"])
+    cache_values: bool = True  # where trajectories end is looked up once per write, not per sample
+    _target_: str = "minerva_torchrl.trainers._config_parts._make_slice_sampler"
+
+
+def _make_slice_sampler(*, traj_key: Any, **kwargs: Any) -> SliceSampler:
+    return SliceSampler(traj_key=_normalize_hydra_key(traj_key), **kwargs)
 
 
 @fields_from(make_env)

@@ -95,6 +95,7 @@ from minerva_torchrl.objectives.vmpo import VMPOLoss
 from minerva_torchrl.trainers._config_parts import (
     IndependentNormalModelConfig,
     MinervaEnvConfig,
+    RetraceSliceSamplerConfig,
     SequenceSamplerConfig,
     complete,
     fields_from,
@@ -108,6 +109,7 @@ __all__ = [
     "MPOLossConfig",
     "MPOTrainerConfig",
     "MinervaEnvConfig",
+    "RetraceSliceSamplerConfig",
     "SequenceSamplerConfig",
     "VMPOLossConfig",
     "VMPOTrainerConfig",
@@ -354,6 +356,7 @@ def register() -> None:
         "trainer/vmpo": VMPOTrainerConfig,
         "model/independent_normal": IndependentNormalModelConfig,
         "sampler/sequences": SequenceSamplerConfig,
+        "sampler/retrace_slice": RetraceSliceSamplerConfig,
         "env/minerva": MinervaEnvConfig,
     }
     for path, node in nodes.items():
