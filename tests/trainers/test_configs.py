@@ -442,6 +442,11 @@ class TestOtherNodes:
         config.sampler.sequence_steps = "first"
         assert instantiate(config.sampler).sequence_steps == "first"
 
+    def test_the_sampler_of_older_files(self, composed: Compose) -> None:
+        config = composed("defaults: [sampler: retrace_slice]", "sampler.slice_len=7")
+        sampler = instantiate(config.sampler)
+        assert (sampler.slice_len, sampler.traj_key) == (7, ("collector", "traj_ids"))
+
     def test_environment(self, composed: Compose) -> None:
         overrides = ("env.num_envs=3", "env.max_episode_steps=4", "env.observation_norm=true")
         env = instantiate(composed(WHOLE_PARTS, *overrides).env)
@@ -457,6 +462,7 @@ class TestRegistration:
             "loss/mpo",
             "loss/vmpo",
             "model/independent_normal",
+            "sampler/retrace_slice",
             "sampler/sequences",
             "trainer/mpo",
             "trainer/vmpo",
