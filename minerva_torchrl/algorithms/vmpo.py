@@ -74,7 +74,8 @@ class VMPOLossConfig(LossConfig):
     init_alpha_covariance: float | None
     init_alpha_policy: float | None
     temperature_update: Literal["solve", "gradient"]
-    alpha_update: Literal["gradient", "relative"]
+    alpha_update: Literal["gradient", "relative"] = "relative"
+    """Steps along the gradient are too small for a multiplier that has to grow tenfold."""
     kl_samples: Literal["all", "selected"]
     normalize_advantage: bool
     critic_coeff: float
@@ -90,8 +91,8 @@ class VMPOOptimConfig(OptimConfig):
     """Learning rate of the policy."""
     lr_critic: float = 3e-4
     """Learning rate of the critic."""
-    lr_alpha: float = 1e-3
-    """Learning rate of the multipliers."""
+    lr_alpha: float = 1e-2
+    """Learning rate of the multipliers, of their logarithm with ``loss.alpha_update=relative``."""
     anneal_lr: bool = False
     """Let the learning rates of the networks fall linearly to zero over ``total_frames``."""
     lr_temperature: float = 1e-2
@@ -160,6 +161,7 @@ PRESETS = {
             "init_alpha_mean": 1.0,
             "init_alpha_stddev": 1.0,
             "temperature_update": "gradient",
+            "alpha_update": "gradient",
             "kl_samples": "selected",
             "per_dim_constraining": False,
         },
@@ -214,6 +216,7 @@ class VMPO(OnPolicyAlgorithm[VMPOConfig]):
     earlier: ClassVar = {
         **OnPolicyAlgorithm.earlier,
         "optim.dual_order": "dual_first",
+        "loss.alpha_update": "gradient",
         "optim.adam_eps_dual": 1e-5,
     }
 

@@ -26,6 +26,7 @@ DEPARTURES: dict[str, dict[str, tuple[Any, Any]]] = {
         "loss.objectives": ({}, None),
     },
     "vmpo": {
+        "loss.alpha_update": ("relative", "gradient"),
         "loss.per_dim_constraining": (None, False),
         "optim.num_policy_steps": (320, 1),
         "optim.minibatch_size": (64, None),
