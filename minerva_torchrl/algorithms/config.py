@@ -297,6 +297,11 @@ class RunConfig:
         yield from not_positive(self, "env.num_envs", "env.frame_skip", "env.max_episode_steps")
         yield from not_positive(self, "collector.frames_per_batch", "logger.interval")
         yield from not_positive(self, "eval.interval", "eval.episodes")
+        if self.eval.interval > 1 and self.eval.interval % 1:
+            yield (
+                "eval.interval must be a whole number of frames, or a share of total_frames below "
+                f"one, got {self.eval.interval}."
+            )
         yield from not_positive(self, "checkpoint.interval", "checkpoint.keep")
         rates = _names(self, "optim", "lr", "adam_eps")
         bounds = _names(self, "loss", "epsilon", "clip_value", "critic_coeff")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
@@ -18,7 +17,6 @@ from tensordict.nn import (
     composite_lp_aggregate,
 )
 from torch import Tensor, nn
-from torch.compiler import is_compiling
 from torchrl.data.tensor_specs import TensorSpec
 from torchrl.objectives.utils import ValueEstimators, _vmap_func
 from torchrl.objectives.value import TD0Estimator
@@ -37,6 +35,7 @@ from minerva_torchrl.objectives.critics import (
 )
 from minerva_torchrl.objectives.goals import CostLimit, Objective
 from minerva_torchrl.objectives.policies import Categorical, policy_family
+from minerva_torchrl.objectives.reductions import masked_mean
 from minerva_torchrl.objectives.specs import (
     action_place,
     reads,
@@ -91,6 +90,7 @@ class OffPolicyLoss(DualLossModule):
     qvalue_network: TensorDictModule
     qvalue_network_params: TensorDictParams
     target_qvalue_network_params: TensorDictParams
+    critic_coeff: float
 
     def __init__(
         self,
@@ -132,7 +132,6 @@ class OffPolicyLoss(DualLossModule):
         self.separate_losses = separate_losses
         self.skip_done_states = skip_done_states
         self.deactivate_vmap = deactivate_vmap
-        self._warned_of_single_steps = False
 
         self.convert_to_functional(actor_network, "actor_network", create_target_params=delay_actor)
         self.objectives: dict[str, Objective | CostLimit | None] = {
@@ -366,22 +365,6 @@ class OffPolicyLoss(DualLossModule):
     def _critic_inputs(self, states: TensorDictBase) -> TensorDictBase:
         return states.select(*self._critic_state_keys)
 
-    def _target_values(
-        self, states: TensorDictBase, action: Any, *, candidates: bool = False
-    ) -> dict[str, Tensor]:
-        """What the target critics say of candidates ``[N, *B]``, or of one action, as ``N = 1``.
-
-        By objective, as its critic selects it from the ensemble.
-        """
-        evaluate = partial(self._evaluate, params=self.target_qvalue_network_params)
-        score = self._critic.of_candidates if candidates else self._critic.of_action
-        outputs = score(evaluate, self._critic_inputs(states), self.policy.clip(action))
-        outputs = outputs if candidates else outputs.unsqueeze(1)
-        return {
-            name: critic.select(outputs[..., i, :], self.qvalue_reduction)
-            for i, (name, critic) in enumerate(self._critics_by_objective())
-        }
-
     def _critics_by_objective(self) -> list[tuple[str, Critic]]:
         return list(zip(self.objectives, self.critics, strict=True))  # type: ignore[arg-type]
 
@@ -391,99 +374,36 @@ class OffPolicyLoss(DualLossModule):
         action = self.policy.clip(states.get(self.tensor_keys.action))
         return self._critic.of_action(evaluate, self._critic_inputs(states), action)
 
-    @torch.no_grad()
-    def _value_target(
-        self, tensordict: TensorDictBase, next_values: Mapping[str, Tensor]
-    ) -> Tensor:
-        """Targets of the critics for every step, those of all objectives side by side."""
-        tensordict = self._cut_at_padding(tensordict)
-        given: dict[str, dict[str, Tensor]] = {name: {} for name in self.objectives}
-        if self._corrects_off_policy:
-            action = tensordict.get(self.tensor_keys.action)
-            dist = self._dist(tensordict, self.target_actor_network_params)
-            log_pi = self.policy.log_prob(dist, action)
-            for name, value in self._target_values(tensordict, action).items():
-                given[name] = {"log_pi": log_pi, "state_action_value": value[0].unsqueeze(-1)}
-        targets = [
-            critic.target(
-                next_values[name],
-                partial(self._backup, self._with_reward(tensordict, name), given[name]),
-            )
-            for name, critic in self._critics_by_objective()
-        ]
-        return targets[0] if len(targets) == 1 else torch.cat(targets, -1)
-
-    def _with_reward(self, tensordict: TensorDictBase, objective: str) -> TensorDictBase:
-        """The data with the reward of an objective, ``[*B, 1]``, in the place of the return's."""
-        if len(self.objectives) == 1:
-            return tensordict
-        place = unravel_key(("next", self.tensor_keys.reward))
-        goal = self.objectives[objective]
-        if goal is not None and goal.reward is not None:
-            return tensordict.copy().set(place, tensordict.get(("next", goal.reward)))
-        rewards, index = tensordict.get(place), list(self.objectives).index(objective)
-        return tensordict.copy().set(place, rewards[..., index : index + 1])
-
-    def _backup(
-        self, tensordict: TensorDictBase, given: Mapping[str, Tensor], next_value: Tensor
-    ) -> Tensor:
-        """Returns ``[*B, M]`` from those after the next state, by the value estimator."""
-        estimator = self.value_estimator
-        if next_value.shape[-1] > 1:  # a line in each return: take its offset and its slope
-            zero = torch.zeros_like(next_value[..., :1])
-            place = unravel_key(("next", self.tensor_keys.reward))
-            without_reward = tensordict.copy().set(place, zero)
-            offset = estimator.value_estimate(tensordict, next_value=zero)
-            slope = estimator.value_estimate(without_reward, next_value=zero + 1)
-            return offset + slope * next_value
-        single_steps = not isinstance(estimator, TD0Estimator) and time_dim(tensordict) is None
-        if single_steps:
-            self._warn_of_single_steps()
-            tensordict, next_value = tensordict.unsqueeze(-1), next_value.unsqueeze(-2)
-            given = {
-                name: x.unsqueeze(x.ndim - (x.ndim > tensordict.ndim - 1))
-                for name, x in given.items()
-            }
-        target = estimator.value_estimate(tensordict, next_value=next_value, **given)
-        return target.squeeze(-2) if single_steps else target
-
-    def _with_target(
-        self, tensordict: TensorDictBase, next_values: Mapping[str, Tensor]
-    ) -> TensorDictBase:
-        """The steps that are trained on, with the critic's target as ``value_target``."""
-        target = self._train_steps(self._value_target(tensordict, next_values), tensordict)
-        data = self._train_steps(tensordict, tensordict).copy()
-        return data.set(self.tensor_keys.value_target, target)
-
-    def _cut_at_padding(self, tensordict: TensorDictBase) -> TensorDictBase:
-        """Let no trace run from a valid step into the padding behind it."""
-        valid, dim = self._valid_mask(tensordict), time_dim(tensordict)
-        if valid is None or dim is None:
-            return tensordict
-        next_valid = valid.roll(-1, dim).unsqueeze(-1)
-        key = unravel_key(("next", self.tensor_keys.done))
-        return tensordict.copy().set(key, tensordict.get(key) | ~next_valid)
-
-    def _warn_of_single_steps(self) -> None:
-        if self._warned_of_single_steps or is_compiling():
-            return
-        self._warned_of_single_steps = True
-        warnings.warn(
-            f"The estimator {type(self.value_estimator).__name__} was given transitions without a "
-            "time dimension and makes one-step targets of them. Reshape the flat sample of a "
-            "SliceSampler to [-1, T], or use ValueEstimators.TD0.",
-            stacklevel=2,
-        )
+    def _qvalue_loss(
+        self, data: TensorDictBase, with_metrics: bool = True
+    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        """Loss of the critics, temporal difference error of each step, and metrics."""
+        outputs = self._online_outputs(data)
+        mask, weights = self._valid_mask(data), self._priority_weight(data)
+        targets = data.get(self.tensor_keys.value_target)
+        if mask is not None:  # left out before the loss: the gradient of a NaN is never zero
+            targets = torch.where(mask.unsqueeze(-1), targets, 0.0)
+        targets = targets.unflatten(-1, (len(self.critics), -1))
+        losses, errors = [], []
+        metrics: dict[str, Tensor] = {}
+        for i, (name, critic) in enumerate(self._critics_by_objective()):
+            output, target = outputs[..., i, :], targets[..., i, :]
+            losses.append(critic.loss(output, target).sum(0))
+            with torch.no_grad():
+                value, mean = critic.mean(output), critic.target_mean(target)
+                errors.append((value - mean).abs().amax(0))
+                if with_metrics:
+                    of_critic = {
+                        "pred_value": masked_mean(value.mean(0), mask),
+                        "target_value": masked_mean(mean, mask),
+                        **critic.metrics(),
+                    }
+                    metrics |= {of_objective(key, name): x for key, x in of_critic.items()}
+        loss, error = torch.stack(losses).sum(0), torch.stack(errors).amax(0)
+        error = error if mask is None else torch.where(mask, error, 0.0)
+        return self._reduce(self.critic_coeff * loss, mask, weights), error, metrics
 
     # Steps ---------------------------------------------------------------------------------------
-
-    def _next_states(self, tensordict: TensorDictBase) -> tuple[TensorDictBase, Tensor]:
-        """Next states, and where they are not terminal, ``[*B]``."""
-        terminated = tensordict.get(("next", self.tensor_keys.terminated)).squeeze(-1)
-        states = tensordict.get("next").select(*self._state_keys)
-        if self.skip_done_states:
-            states = blank(states, terminated)
-        return states, ~terminated
 
     def _train_steps(self, x: _Steps, tensordict: TensorDictBase) -> _Steps:
         """The steps of ``x`` ``[*B, T, ...]`` that are trained on."""
@@ -503,3 +423,8 @@ class OffPolicyLoss(DualLossModule):
             assert dim is not None
             td_error = td_error.unsqueeze(dim).expand(tensordict.shape).clone()
         tensordict.set(self.tensor_keys.priority, td_error)
+
+
+def of_objective(key: str, name: str) -> str:
+    """Name of a metric of an objective's critic."""
+    return key if name == MAIN_OBJECTIVE else f"{key}_{name}"

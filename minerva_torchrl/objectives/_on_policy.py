@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import NestedKey, TensorDict, TensorDictBase
 from tensordict.nn import (
     ProbabilisticTensorDictSequential,
     TensorDictModule,
@@ -14,7 +14,8 @@ from tensordict.nn import (
     TensorDictParams,
     composite_lp_aggregate,
 )
-from torch import Tensor
+from torch import Tensor, distributed
+from torch.compiler import is_compiling
 from torchrl.data.tensor_specs import TensorSpec
 from torchrl.objectives.utils import ValueEstimators, _cache_values
 from typing_extensions import Self
@@ -68,6 +69,8 @@ class OnPolicyLoss(DualLossModule):
     critic_network_params: TensorDictParams
     target_critic_network_params: TensorDictParams
     critic_coeff: Tensor
+    old_policy: str
+    _checked_parameters = False
 
     def __init__(
         self,
@@ -257,3 +260,48 @@ class OnPolicyLoss(DualLossModule):
     @_cache_values
     def _detached_critic_params(self) -> TensorDictParams:
         return self.critic_network_params.detach()
+
+    # Samples, and the policy that drew them ------------------------------------------------------
+
+    @property
+    def _old_policy_keys(self) -> list[NestedKey]:
+        """Where the data has the parameters of the policy that collected it."""
+        return list(self.actor_network[-1].in_keys)
+
+    def _old_policy(self, tensordict: TensorDictBase) -> TensorDict:
+        """Parameters of the policy that the divergences are measured from."""
+        keys = self._old_policy_keys
+        if self.old_policy == "target":
+            dist = self._dist(tensordict, self.target_actor_network_params)
+        else:
+            missing = [key for key in keys if tensordict.get(key, None) is None]
+            if missing:
+                raise ValueError(
+                    f"{type(self).__name__} needs the parameters of the policy that collected the "
+                    f"data, but the entries {missing} are missing. Let the actor write them "
+                    f"(out_keys={keys} of its module), or use old_policy='target'."
+                )
+            dist = self.actor_network.build_dist_from_params(tensordict.select(*keys))
+        old, valid = self.policy.describe(dist), self._valid_mask(tensordict)
+        if valid is not None:  # padding may hold anything
+            old = self.policy.where_valid(old, valid)
+        on_meta = any(x.is_meta for x in old.values(True, True))  # no values to check
+        if not (self._checked_parameters or is_compiling() or on_meta):
+            self.policy.check_parameters(keys, old)
+            self._checked_parameters = True
+        return old
+
+    def _weights_of_samples(self, tensordict: TensorDictBase, key: NestedKey) -> Tensor | None:
+        weight = tensordict.get(key, None)
+        return None if weight is None else self._gather(weight.flatten())
+
+    def _own(self, x: Tensor, tensordict: TensorDictBase) -> Tensor:
+        """This process's part of what was gathered, in the shape of its batch."""
+        if self.process_group is not None:
+            rank, size = distributed.get_rank(self.process_group), tensordict.numel()
+            x = x[rank * size : (rank + 1) * size]
+        return x.reshape(tensordict.shape)
+
+    def _mean(self, repeated: Tensor) -> Tensor:
+        """What was repeated for every sample, once again."""
+        return repeated if self.reduction == "none" else repeated.mean()

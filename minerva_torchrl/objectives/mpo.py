@@ -14,9 +14,10 @@ from torchrl.data.tensor_specs import TensorSpec
 
 from minerva_torchrl.objectives import functional as F
 from minerva_torchrl.objectives._base import MAIN_OBJECTIVE, in_full_precision
-from minerva_torchrl.objectives._off_policy import OffPolicyLoss
+from minerva_torchrl.objectives._off_policy import of_objective
+from minerva_torchrl.objectives._target_networks import TargetNetworksLoss
 from minerva_torchrl.objectives.checks import check_choice, check_count, check_positive
-from minerva_torchrl.objectives.critics import Critic, expectation, resolve_critic
+from minerva_torchrl.objectives.critics import Critic, resolve_critic
 from minerva_torchrl.objectives.e_steps import MPOEStep
 from minerva_torchrl.objectives.goals import CostLimit, Objective, resolve_objectives
 from minerva_torchrl.objectives.policies import resolve_penalization
@@ -25,7 +26,7 @@ from minerva_torchrl.objectives.reductions import masked_extreme, masked_mean, m
 __all__ = ["MPOLoss"]
 
 
-class MPOLoss(OffPolicyLoss):
+class MPOLoss(TargetNetworksLoss):
     r"""Maximum a posteriori policy optimisation for continuous and discrete actions.
 
     Abdolmaleki et al. (2018), *Maximum a posteriori policy optimisation*,
@@ -137,8 +138,8 @@ class MPOLoss(OffPolicyLoss):
     that trains them.
 
     The update in parts: :meth:`e_step` evaluates the target networks and puts what they say into a
-    TensorDict, on which :meth:`qvalue_loss`, :meth:`dual_loss` and :meth:`actor_loss` can then be
-    evaluated by themselves, and the last one any number of times.
+    TensorDict, on which :meth:`qvalue_loss`, :meth:`dual_loss`, :meth:`actor_loss` and
+    :meth:`networks_loss` (critic and policy) can then be evaluated any number of times.
 
     Examples:
         >>> import torch
@@ -289,7 +290,7 @@ class MPOLoss(OffPolicyLoss):
             *(key.format(name) for name in self.constraints for key in ("kl_{}", "kl_{}_rel")),
             *self.policy.metric_keys,
             *(
-                _of_objective(key, name)
+                of_objective(key, name)
                 for name, critic in self._critics_by_objective()
                 for key in ("pred_value", "target_value", *critic.metric_keys)
             ),
@@ -430,13 +431,29 @@ class MPOLoss(OffPolicyLoss):
         Args:
             tensordict (TensorDictBase): as in :meth:`forward`, or what :meth:`e_step` returned.
         """
-        data, _ = self._with_e_step(tensordict)
+        data, _ = self._with_e_step(tensordict, with_metrics=False)
         with torch.no_grad():  # no gradient of the duals goes to the policy
             divergences = self._m_step(data.get("e_step"))[-1]
         losses = self._dual_losses(
             data, self._constraint_losses(divergences, data.get("e_step").mask)
         )
         return torch.stack(list(losses.values())).sum(0), losses
+
+    @in_full_precision
+    def networks_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
+        """Sum of the losses of critic and policy, and each of them by name.
+
+        Args:
+            tensordict (TensorDictBase): as in :meth:`forward`, or what :meth:`e_step` returned.
+        """
+        data, _ = self._with_e_step(tensordict, with_metrics=False)
+        e_step = data.get("e_step")
+        loss_qvalue, td_error, _ = self._qvalue_loss(data, with_metrics=False)
+        _, cross_entropy, divergences = self._m_step(e_step)
+        constraint_losses = self._constraint_losses(divergences, e_step.mask)
+        loss_actor = self._actor_loss(data, cross_entropy, constraint_losses)
+        self.set_priority(tensordict, td_error)
+        return loss_qvalue + loss_actor, {"loss_qvalue": loss_qvalue, "loss_actor": loss_actor}
 
     # Parts ---------------------------------------------------------------------------------------
 
@@ -446,35 +463,6 @@ class MPOLoss(OffPolicyLoss):
         new = self.policy.describe(dist)
         cross_entropy = self.policy.cross_entropy(new, e_step.old_policy, e_step.statistics)
         return dist, cross_entropy, self.policy.divergences(new, e_step.old_policy)
-
-    def _qvalue_loss(
-        self, data: TensorDictBase, with_metrics: bool = True
-    ) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
-        """Loss of the critics, temporal difference error of each step, and metrics."""
-        outputs = self._online_outputs(data)
-        mask, weights = self._valid_mask(data), self._priority_weight(data)
-        targets = data.get(self.tensor_keys.value_target)
-        if mask is not None:  # left out before the loss: the gradient of a NaN is never zero
-            targets = torch.where(mask.unsqueeze(-1), targets, 0.0)
-        targets = targets.unflatten(-1, (len(self.critics), -1))
-        losses, errors = [], []
-        metrics: dict[str, Tensor] = {}
-        for i, (name, critic) in enumerate(self._critics_by_objective()):
-            output, target = outputs[..., i, :], targets[..., i, :]
-            losses.append(critic.loss(output, target).sum(0))
-            with torch.no_grad():
-                value, mean = critic.mean(output), critic.target_mean(target)
-                errors.append((value - mean).abs().amax(0))
-                if with_metrics:
-                    of_critic = {
-                        "pred_value": masked_mean(value.mean(0), mask),
-                        "target_value": masked_mean(mean, mask),
-                        **critic.metrics(),
-                    }
-                    metrics |= {_of_objective(key, name): x for key, x in of_critic.items()}
-        loss, error = torch.stack(losses).sum(0), torch.stack(errors).amax(0)
-        error = error if mask is None else torch.where(mask, error, 0.0)
-        return self._reduce(self.critic_coeff * loss, mask, weights), error, metrics
 
     def _actor_loss(
         self,
@@ -512,79 +500,7 @@ class MPOLoss(OffPolicyLoss):
             loss = (current + following) / (1 + in_both.to(loss.dtype))
         return self._reduce(loss, mask, weights)
 
-    # Samples and metrics -------------------------------------------------------------------------
-
-    def _sample_states(
-        self, tensordict: TensorDictBase
-    ) -> tuple[dict[str, Tensor], TensorDictBase, Tensor]:
-        """Values of the next states, and samples and mask at the states of the policy loss."""
-        next_states, not_terminal, at_next, next_values = self._sample_next_states(tensordict)
-        valid = self._valid_mask(tensordict)
-        current_mask = torch.ones_like(not_terminal) if valid is None else valid
-        current_mask, next_mask = (
-            self._train_steps(mask, tensordict)
-            for mask in (current_mask, current_mask & not_terminal)
-        )
-        if self.policy_states != "current":
-            at_next = self._train_steps(at_next, tensordict)
-            if self.num_value_samples is not None:
-                states = self._train_steps(next_states, tensordict)
-                at_next, _ = self._sample(states, self.num_action_samples)
-            if self.policy_states == "next":
-                return next_values, at_next, next_mask
-        states = self._train_steps(tensordict.select(*self._state_keys), tensordict)
-        at_current, _ = self._sample(states, self.num_action_samples)
-        if self.policy_states == "current":
-            return next_values, at_current, current_mask
-        both = torch.stack([at_current, at_next], at_current.ndim)
-        return next_values, both, torch.stack([current_mask, next_mask], -1)
-
-    def _sample_next_states(
-        self, tensordict: TensorDictBase
-    ) -> tuple[TensorDictBase, Tensor, TensorDict, dict[str, Tensor]]:
-        """Next states, where they are not terminal, samples at them, and their values."""
-        next_states, not_terminal = self._next_states(tensordict)
-        num_samples = self.num_value_samples or self.num_action_samples
-        at_next, values = self._sample(next_states, num_samples)
-        log_prior = at_next.get("log_prior", None)
-        pooled = {
-            name: critic.pool(values[name], log_prior)
-            for name, critic in self._critics_by_objective()
-        }
-        return next_states, not_terminal, at_next, pooled
-
-    @torch.no_grad()
-    def _sample(
-        self, states: TensorDictBase, num_samples: int
-    ) -> tuple[TensorDict, dict[str, Tensor]]:
-        """Candidates of the target policy at states ``[*B]``, and what each objective says."""
-        dist = self._dist(states, self.target_actor_network_params)
-        candidates = self.policy.candidates(dist, num_samples)
-        values = self._target_values(states, candidates.action, candidates=True)
-        scores = {n: critic.score(values[n]) for n, critic in self._critics_by_objective()}
-        expected_value = expectation(scores[MAIN_OBJECTIVE], candidates.log_prior)
-        costs = {}
-        for name, multiplier in self.cost_multipliers.items():
-            cost = scores.pop(name)
-            costs[name] = expectation(cost, candidates.log_prior)
-            scores[MAIN_OBJECTIVE] = scores[MAIN_OBJECTIVE] - multiplier() * cost
-        if self.action_penalization:
-            scores["penalty"] = self.policy.bounds_cost(candidates.action)
-        shape = (*states.shape, len(scores[MAIN_OBJECTIVE]))
-        samples = TensorDict(
-            {
-                "inputs": states.select(*self._actor_in_keys),
-                "old_policy": self.policy.describe(dist),
-                "basis": TensorDict(candidates.basis, batch_size=shape),
-                "scores": {name: score.movedim(0, -1) for name, score in scores.items()},
-                "costs": costs,
-                "expected_value": expected_value,
-            },
-            batch_size=states.shape,
-        )
-        if candidates.log_prior is not None:
-            samples.set("log_prior", candidates.log_prior)
-        return samples, values
+    # Metrics -------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def _actor_metrics(
@@ -599,11 +515,6 @@ class MPOLoss(OffPolicyLoss):
         for name, constraint in self.constraints.items():
             metrics[f"kl_{name}_rel"] = metrics[f"kl_{name}"] / constraint.epsilon
         return {**metrics, **self.policy.metrics(dist, e_step.mask)}
-
-
-def _of_objective(key: str, name: str) -> str:
-    """Name of a metric of an objective's critic."""
-    return key if name == MAIN_OBJECTIVE else f"{key}_{name}"
 
 
 def _weight_metrics(weights: Tensor, samples: TensorDictBase, mask: Tensor) -> dict[str, Tensor]:

@@ -7,7 +7,15 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-__all__ = ["explained_variance", "masked_extreme", "masked_mean", "masked_means", "masked_std"]
+__all__ = [
+    "explained_variance",
+    "masked_extreme",
+    "masked_mean",
+    "masked_means",
+    "masked_std",
+    "weighted",
+    "weights_kl",
+]
 
 
 def masked_mean(x: Tensor, mask: Tensor | None, weights: Tensor | None = None) -> Tensor:
@@ -63,3 +71,14 @@ def masked_extreme(x: Tensor, mask: Tensor | None, which: Literal["min", "max"])
         return x.amin() if which == "min" else x.amax()
     x = torch.where(mask.unsqueeze(-1), x, torch.inf if which == "min" else -torch.inf)
     return torch.where(mask.any(), x.amin() if which == "min" else x.amax(), 0.0)
+
+
+def weighted(weight: Tensor, x: Tensor) -> Tensor:
+    """Their product; what has no weight may be anything, such as a likelihood of zero."""
+    return weight * torch.where(weight > 0, x, 0.0)
+
+
+def weights_kl(weights: Tensor, prior: Tensor) -> Tensor:
+    """Sum of ``w log(w / p)``, 0-d, with ``p`` positive wherever ``w`` is."""
+    ratio = torch.where(weights > 0, weights / prior, 1.0)
+    return (weights * ratio.log()).sum()

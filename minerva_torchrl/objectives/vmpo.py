@@ -6,11 +6,10 @@ import warnings
 from typing import ClassVar, Literal
 
 import torch
-from tensordict import NestedKey, TensorDict, TensorDictBase, unravel_key
+from tensordict import TensorDict, TensorDictBase, unravel_key
 from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModule, dispatch
-from torch import Tensor, distributed
+from torch import Tensor
 from torch import distributions as D
-from torch.compiler import is_compiling
 from torchrl.data.tensor_specs import TensorSpec
 
 from minerva_torchrl.objectives import functional as F
@@ -19,7 +18,7 @@ from minerva_torchrl.objectives._on_policy import OnPolicyLoss
 from minerva_torchrl.objectives.checks import check_choice, check_fraction
 from minerva_torchrl.objectives.critics import Critic
 from minerva_torchrl.objectives.e_steps import VMPOEStep
-from minerva_torchrl.objectives.reductions import masked_mean, masked_std
+from minerva_torchrl.objectives.reductions import masked_mean, masked_std, weighted, weights_kl
 
 __all__ = ["VMPOLoss"]
 
@@ -192,7 +191,7 @@ class VMPOLoss(OnPolicyLoss):
             warnings.warn(
                 "epsilon_eta is now called epsilon, as in MPOLoss.",
                 DeprecationWarning,
-                stacklevel=2,
+                stacklevel=3,
             )
             epsilon = epsilon_eta
         super().__init__(
@@ -218,7 +217,6 @@ class VMPOLoss(OnPolicyLoss):
         self.kl_samples = kl_samples
         self.old_policy = old_policy
         self.normalize_advantage = normalize_advantage
-        self._checked_parameters = False
         solved = temperature_update == "solve"
         self._add_temperature(MAIN_OBJECTIVE, init_temperature, epsilon, solved=solved)
         self._bounds["epsilon_eta"] = self._bounds["epsilon"]  # its former name
@@ -263,11 +261,6 @@ class VMPOLoss(OnPolicyLoss):
             in_keys += self._old_policy_keys
         in_keys += [("next", key) for key in (*states, keys.reward, keys.done, keys.terminated)]
         self._in_keys = list(dict.fromkeys(unravel_key(key) for key in in_keys))
-
-    @property
-    def _old_policy_keys(self) -> list[NestedKey]:
-        """Where the data has the parameters of the policy that collected it."""
-        return list(self.actor_network[-1].in_keys)
 
     # The whole update in one call ----------------------------------------------------------------
 
@@ -361,7 +354,7 @@ class VMPOLoss(OnPolicyLoss):
         dual = dual + 0.0 * std
         prior = selected.to(weights.dtype)
         prior = prior if importance is None else prior * importance
-        kl = _kl(weights, prior / selected.sum().clamp_min(1))
+        kl = weights_kl(weights, prior / selected.sum().clamp_min(1))
         kl = torch.where((weights > 0).any(), kl, temperature.epsilon)  # else nothing to learn from
         num_valid = mask.sum().clamp_min(1)
         kl_samples = mask if self.kl_samples == "all" else selected
@@ -382,12 +375,12 @@ class VMPOLoss(OnPolicyLoss):
             return data, {}
         threshold = torch.where(selected, advantage, torch.inf).amin()
         ess = F.effective_sample_size(weights)
-        kl_to_prior = _kl(weights, prior / prior.sum().clamp_min(torch.finfo(prior.dtype).tiny))
+        total = prior.sum().clamp_min(torch.finfo(prior.dtype).tiny)
         ones = torch.ones_like(weights)
         metrics |= {
             "advantage_threshold": torch.where(selected.any(), threshold, 0.0),
             "advantage_std_over_temperature": masked_std(advantage, mask) / temperature(),
-            "kl_q_rel": kl_to_prior / temperature.epsilon,
+            "kl_q_rel": weights_kl(weights, prior / total) / temperature.epsilon,
             "epsilon": temperature.epsilon.clone(),  # it may follow a schedule
             "ess": torch.where(ess.isfinite(), ess, 0.0),
             "selected_fraction": masked_mean(selected.to(weights.dtype), mask),
@@ -416,7 +409,7 @@ class VMPOLoss(OnPolicyLoss):
         Args:
             tensordict (TensorDictBase): as in :meth:`forward`.
         """
-        data, _ = self._with_e_step(tensordict)
+        data, _ = self._with_e_step(tensordict, with_metrics=False)
         with torch.no_grad():  # no gradient of the duals goes to the policy
             divergences = self._m_step(data)[-1]
         e_step = data.get("e_step")
@@ -430,7 +423,7 @@ class VMPOLoss(OnPolicyLoss):
         Args:
             tensordict (TensorDictBase): as in :meth:`forward`.
         """
-        data, _ = self._with_e_step(tensordict)
+        data, _ = self._with_e_step(tensordict, with_metrics=False)
         _, neg_log_prob, divergences = self._m_step(data)
         constraint_losses = self._constraint_losses(divergences, data.get("e_step").mask)
         losses = {
@@ -454,9 +447,9 @@ class VMPOLoss(OnPolicyLoss):
         neg_log_prob: Tensor,
         constraint_losses: dict[str, tuple[Tensor, Tensor]],
     ) -> Tensor:
-        loss = _weighted(e_step.policy_weight, neg_log_prob)
+        loss = weighted(e_step.policy_weight, neg_log_prob)
         for penalty, _ in constraint_losses.values():
-            loss = loss + _weighted(e_step.kl_weight, penalty)
+            loss = loss + weighted(e_step.kl_weight, penalty)
         return self._reduce(loss, e_step.mask)
 
     def _dual_losses(
@@ -464,14 +457,10 @@ class VMPOLoss(OnPolicyLoss):
     ) -> dict[str, Tensor]:
         temperature = self.temperatures[MAIN_OBJECTIVE]
         losses = {"loss_temperature": self._mean(temperature.loss(e_step.dual, e_step.kl))}
-        for name, (_, loss) in constraint_losses.items():
-            weighted = _weighted(e_step.kl_weight, loss)
-            losses[f"loss_alpha_{name}"] = self._reduce(weighted, e_step.mask)
+        for name, (_, of_samples) in constraint_losses.items():
+            loss = weighted(e_step.kl_weight, of_samples)
+            losses[f"loss_alpha_{name}"] = self._reduce(loss, e_step.mask)
         return losses
-
-    def _mean(self, repeated: Tensor) -> Tensor:
-        """What was repeated for every sample, once again."""
-        return repeated if self.reduction == "none" else repeated.mean()
 
     def _solve_temperature(
         self,
@@ -498,40 +487,6 @@ class VMPOLoss(OnPolicyLoss):
         )
         temperature.set_(torch.where(any_counted, solved, temperature()))
 
-    def _old_policy(self, tensordict: TensorDictBase) -> TensorDict:
-        """Parameters of the policy that the divergences are measured from."""
-        keys = self._old_policy_keys
-        if self.old_policy == "target":
-            dist = self._dist(tensordict, self.target_actor_network_params)
-        else:
-            missing = [key for key in keys if tensordict.get(key, None) is None]
-            if missing:
-                raise ValueError(
-                    f"VMPOLoss needs the parameters of the policy that collected the data, but the "
-                    f"entries {missing} are missing. Let the actor write them "
-                    f"(out_keys={keys} of its module), or use old_policy='target'."
-                )
-            dist = self.actor_network.build_dist_from_params(tensordict.select(*keys))
-        old, valid = self.policy.describe(dist), self._valid_mask(tensordict)
-        if valid is not None:  # padding may hold anything
-            old = self.policy.where_valid(old, valid)
-        on_meta = any(x.is_meta for x in old.values(True, True))  # no values to check
-        if not (self._checked_parameters or is_compiling() or on_meta):
-            self.policy.check_parameters(keys, old)
-            self._checked_parameters = True
-        return old
-
-    def _weights_of_samples(self, tensordict: TensorDictBase, key: NestedKey) -> Tensor | None:
-        weight = tensordict.get(key, None)
-        return None if weight is None else self._gather(weight.flatten())
-
-    def _own(self, x: Tensor, tensordict: TensorDictBase) -> Tensor:
-        """This process's part of what was gathered, in the shape of its batch."""
-        if self.process_group is not None:
-            rank, size = distributed.get_rank(self.process_group), tensordict.numel()
-            x = x[rank * size : (rank + 1) * size]
-        return x.reshape(tensordict.shape)
-
     @torch.no_grad()
     def _actor_metrics(
         self,
@@ -542,7 +497,7 @@ class VMPOLoss(OnPolicyLoss):
         constraint_losses: dict[str, tuple[Tensor, Tensor]],
     ) -> dict[str, Tensor]:
         mask, selected = e_step.mask, e_step.selected
-        cross_entropy = _weighted(e_step.policy_weight, neg_log_prob)
+        cross_entropy = weighted(e_step.policy_weight, neg_log_prob)
         metrics = {"cross_entropy": masked_mean(cross_entropy, mask)}
         for name, constraint in self.constraints.items():
             kl = divergences[name].mean(-1)
@@ -553,20 +508,9 @@ class VMPOLoss(OnPolicyLoss):
                 f"kl_{name}": of_all,
                 f"kl_{name}_selected": of_selected,
                 f"kl_{name}_rel": constrained / constraint.epsilon,
-                f"penalty_{name}": masked_mean(_weighted(e_step.kl_weight, penalty), mask),
+                f"penalty_{name}": masked_mean(weighted(e_step.kl_weight, penalty), mask),
             }
         metrics |= self.policy.metrics(dist, mask)
         if self.kl_samples == "selected":  # the policy is held back there, so its entropy counts
             metrics["entropy"] = self.policy.metrics(dist, selected)["entropy"]
         return metrics
-
-
-def _weighted(weight: Tensor, x: Tensor) -> Tensor:
-    """Their product; what has no weight may be anything, such as a likelihood of zero."""
-    return weight * torch.where(weight > 0, x, 0.0)
-
-
-def _kl(weights: Tensor, prior: Tensor) -> Tensor:
-    """Sum of ``w log(w / p)``, 0-d, with ``p`` positive wherever ``w`` is."""
-    ratio = torch.where(weights > 0, weights / prior, 1.0)
-    return (weights * ratio.log()).sum()

@@ -107,8 +107,10 @@ class TestMPOReduction:
     def test_mpo_scalar_output_mode(self) -> None:
         data = make_transitions(8)
         metrics = set(make_loss().out_keys) - set(LOSSES)
-        with pytest.warns(UserWarning, match=r"leaves out its 0-d metrics.*scalar_output_mode="):
+        match = r"leaves out its 0-d metrics.*scalar_output_mode="
+        with pytest.warns(UserWarning, match=match) as warned:
             loss = make_loss(reduction="none", scalar_output_mode=None)
+        assert warned[0].filename == __file__  # where the loss is made
         assert loss.scalar_output_mode == "exclude"
         for mode, expected in (("exclude", set()), ("non_tensor", metrics)):
             loss = make_loss(reduction="none", scalar_output_mode=mode)

@@ -14,6 +14,7 @@ from torchrl.objectives import HardUpdate, ValueEstimators
 from torchrl.objectives.value import GAE, TD0Estimator, TD1Estimator, TDLambdaEstimator
 
 from minerva_torchrl import VMPOLoss
+from tests.objectives import vmpo_problem
 from tests.objectives.base import (
     OBSERVATION_DIM,
     LossTestBase,
@@ -438,8 +439,10 @@ class TestVMPO(LossTestBase):
         data = with_advantage(make_rollout(kind))
         scalars = make_loss(kind)(data)
         metrics = set(scalars.keys()) - set(loss_keys(kind))
-        with pytest.warns(UserWarning, match=r"leaves out its 0-d metrics.*scalar_output_mode="):
+        match = r"leaves out its 0-d metrics.*scalar_output_mode="
+        with pytest.warns(UserWarning, match=match) as warned:
             loss = make_loss(kind, reduction="none", scalar_output_mode=None)
+        assert warned[0].filename == vmpo_problem.__file__  # where the loss is made
         assert loss.scalar_output_mode == "exclude"
         for mode, expected in (("exclude", set()), ("non_tensor", metrics)):
             loss = make_loss(kind, reduction="none", scalar_output_mode=mode)

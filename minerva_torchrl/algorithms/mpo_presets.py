@@ -1,0 +1,180 @@
+"""Presets of MPO: the default, and the published agents with what still differs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+from minerva_torchrl.algorithms.common import Preset
+
+__all__ = ["PRESETS"]
+
+PRESETS = {
+    "default": Preset(description="what learns best here"),
+    "minerva-seed": Preset(
+        description=(
+            "the reference agent (Minerva): policy trained at the current states with samples of "
+            "its own, one bound for mean and standard deviation, no action penalty, only the first "
+            "step of a sequence, multipliers stepped before the policy, gradients clipped at one "
+            "everywhere, an exponential for the standard deviation, a time limit as the end"
+        ),
+        loss={
+            "policy_states": "current",
+            "sequence_steps": "first",
+            "action_penalization": False,
+            "epsilon": 0.1,
+            "epsilon_mean": 2.5e-3,
+            "epsilon_stddev": 2.5e-3,
+            "init_temperature": 10.0,
+            "init_alpha_mean": 10.0,
+            "init_alpha_stddev": 1000.0,
+            "num_action_samples": 64,
+        },
+        stepper={
+            "dual_order": "dual_first",
+            "clip_critic": 1.0,
+            "clip_actor": 1.0,
+            "clip_dual": 1.0,
+            "lr_scaling": "1/M",
+        },
+        adam={"eps": 1e-5},
+        run={
+            "eval": {"interval": 1 / 150, "episodes": 50},
+            "collector": {"frames_per_batch": 50},
+            "replay_buffer": {"batch_size": 256, "n_steps": 1, "warmup_frames": 10_000},
+            "network": {
+                "actor_sizes": [512, 256],
+                "critic_sizes": [512, 256],
+                "initializer": "kaiming_mean",
+                "scale": "exp",
+                "init_scale": 1.0,
+                "min_scale": math.exp(-20),
+                "max_scale": math.exp(2),
+            },
+            "loss": {"gamma": 0.98, "truncation_is_terminal": True},
+            "optim": {
+                "updates_per_frame": 1.0,
+                "lr_actor": 1e-4,
+                "lr_critic": 1e-4,
+                "lr_dual": 1e-2,
+                "lr_temperature": 1e-3,
+                "target_period": 100,
+            },
+        },
+    ),
+    "acme": Preset(
+        description=(
+            "Acme's TensorFlow agent: policy trained at the next states with the samples of the "
+            "critic's target, a large initial temperature, an update for every eight frames. "
+            "Unlike there, the online policy acts, not its target"
+        ),
+        loss={
+            "epsilon": 0.1,
+            "epsilon_mean": 2.5e-3,
+            "epsilon_stddev": 1e-6,
+            "init_temperature": 10.0,
+            "init_alpha_mean": 10.0,
+            "init_alpha_stddev": 1000.0,
+            "init_penalty_temperature": 10.0,
+            "epsilon_penalty": 1e-3,
+            "num_action_samples": 20,
+            "action_penalization": True,
+            "policy_states": "next",
+            "critic_coeff": 0.5,
+        },
+        run={
+            "collector": {"frames_per_batch": 8},
+            "replay_buffer": {"batch_size": 256, "n_steps": 5, "warmup_frames": 1_000},
+            "network": {
+                "actor_sizes": [256, 256, 256],
+                "critic_sizes": [512, 512, 256],
+                "initializer": "fan_out",
+                "init_scale": 0.7,
+                "min_scale": 1e-6,
+            },
+            "loss": {"gamma": 0.99},
+            "optim": {
+                "updates_per_frame": 0.125,
+                "lr_actor": 1e-4,
+                "lr_critic": 1e-4,
+                "lr_dual": 1e-2,
+                "target_period": 100,
+            },
+        },
+    ),
+    "tonic": Preset(
+        description=(
+            "tonic: policy trained at the current states with samples of its own, targets as a "
+            "moving average, no clipping of gradients, ReLU networks with a tanh mean. Unlike "
+            "there, the critic sees actions clipped to their bounds, stored observations stay "
+            "normalised with the statistics of their time, and 1e-4 is added to the standard "
+            "deviation instead of being its smallest value"
+        ),
+        loss={
+            "epsilon": 0.1,
+            "epsilon_mean": 1e-3,
+            "epsilon_stddev": 1e-6,
+            "init_temperature": 1.3133,
+            "init_alpha_mean": 1.3133,
+            "init_alpha_stddev": 10.0,
+            "init_penalty_temperature": 1.3133,
+            "epsilon_penalty": 1e-3,
+            "num_action_samples": 20,
+            "action_penalization": True,
+            "policy_states": "current",
+        },
+        stepper={"clip_critic": None, "clip_actor": None},
+        run={
+            "collector": {"frames_per_batch": 50},
+            "replay_buffer": {"batch_size": 100, "n_steps": 5, "warmup_frames": 10_000},
+            "env": {"observation_norm": True},
+            "network": {
+                "actor_sizes": [256, 256],
+                "critic_sizes": [256, 256],
+                "activation": "relu",
+                "layer_norm": False,
+                "initializer": "pytorch",
+                "tanh_mean": True,
+                "init_scale": math.log(2),
+                "max_scale": 1.0,
+            },
+            "loss": {"gamma": 0.99},
+            "optim": {
+                "updates_per_frame": 1.0,
+                "lr_actor": 3e-4,
+                "lr_critic": 3e-4,
+                "lr_dual": 1e-2,
+                "target_period": None,
+                "target_tau": 0.005,
+            },
+        },
+    ),
+}
+
+
+def _acme_with(description: str, **network: Any) -> Preset:
+    """The preset of Acme's agent with other networks."""
+    acme = PRESETS["acme"]
+    run = {**acme.run, "network": {**acme.run["network"], **network}}
+    return replace(acme, run=run, description=description)
+
+
+_ATOMS = {"v_min": -150.0, "v_max": 150.0, "num_atoms": 51}
+PRESETS |= {
+    "acme-dmpo": _acme_with(
+        "as acme, with the categorical critic of its distributional agent (DMPO)",
+        critic="categorical",
+        critic_kwargs=_ATOMS,
+    ),
+    "acme-mog": _acme_with(
+        "as acme, with the mixture of five Gaussians that its JAX agent has as a critic",
+        critic="gaussian_mixture",
+        critic_kwargs={"num_components": 5},
+    ),
+    "acme-categorical": _acme_with(
+        "as acme, with the critic of its JAX agent that fits bins to a scalar target (two-hot)",
+        critic="two_hot",
+        critic_kwargs=_ATOMS,
+    ),
+}
