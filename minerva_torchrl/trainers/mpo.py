@@ -41,8 +41,8 @@ class MPOOptimizationStepper(GuardedStepper):
     gives every parameter the gradient of its own loss. Then each optimiser clips and steps its own
     parameters, and the duals are projected.
 
-    Two options take the update apart, into an E-step and one backward pass for each of critic,
-    duals and policy: ``num_policy_steps`` steps of the policy on one E-step, and
+    Two options take the update apart, into an E-step, a backward pass for the duals and one for
+    critic and policy: ``num_policy_steps`` steps of the policy on one E-step, and
     ``dual_order="dual_first"``, with which the policy's loss uses the multipliers from after their
     step. The weights are those of the old temperature either way.
 
@@ -179,37 +179,36 @@ class MPOOptimizationStepper(GuardedStepper):
     def _update_in_parts(
         self, learner: Learner, batch: TensorDictBase, with_metrics: bool
     ) -> tuple[dict[str, Tensor], Tensor]:
-        """Critic, duals and policy one after the other, the policy several times."""
+        """Duals, then critic and policy, then the other steps of the policy."""
         loss: Any = learner.loss_module
         dual_first = self.dual_order == "dual_first"
         undo = Undo((), self.optimizer_dual)
         data, metrics = loss.e_step(batch, with_metrics=with_metrics)
-        self.optimizer_actor.zero_grad()
-        loss_qvalue, metrics_qvalue = learner.compute_loss(data, "qvalue_loss")
-        taken = self._backward(loss_qvalue, {"optimizer_critic": self.clip_critic})
         loss_dual, dual_losses = learner.compute_loss(data, "dual_loss")
-        taken = taken & self._backward(loss_dual, {"optimizer_dual": self.clip_dual})
+        taken = self._backward(loss_dual, {"optimizer_dual": self.clip_dual})
         if dual_first:
             self._step_if(taken, "optimizer_dual")
             loss.project_duals_()
-        for i in range(self.num_policy_steps):
+        if with_metrics:
+            with torch.no_grad():
+                metrics |= dict(loss(data).items())
+        loss_networks, _ = learner.compute_loss(data, "networks_loss")
+        clips = {"optimizer_critic": self.clip_critic, "optimizer_actor": self.clip_actor}
+        taken = taken & self._backward(loss_networks, clips)
+        self._step_if(taken, "optimizer_critic")
+        self._step_if(taken, "optimizer_actor", lr_scale=self.lr_scale)
+        for _ in range(1, self.num_policy_steps):
             loss_actor, metrics_actor = learner.compute_loss(data, "actor_loss")
-            # A trunk that is shared with the critic has the gradient of its loss already.
-            clips = {"optimizer_actor": self.clip_actor}
-            finite = self._backward(loss_actor, clips, add=i == 0)
-            if i == 0:
-                taken = taken & finite
-                self._step_if(taken, "optimizer_critic")
+            finite = self._backward(loss_actor, {"optimizer_actor": self.clip_actor})
             self._step_if(finite & taken, "optimizer_actor", lr_scale=self.lr_scale)
+            metrics |= {"loss_actor": loss_actor.detach(), **metrics_actor}
         if dual_first:
             undo.unless(taken)
         else:
             self._step_if(taken, "optimizer_dual")
             loss.project_duals_()
-        loss.set_priority(batch, metrics_qvalue.pop("td_error"))
-        losses = {"loss_qvalue": loss_qvalue, "loss_actor": loss_actor, **dual_losses}
-        losses = {name: value.detach() for name, value in losses.items()}
-        return {**losses, **metrics, **metrics_actor, **metrics_qvalue}, taken
+        loss.set_priority(batch, data.get(loss.tensor_keys.priority))
+        return {**metrics, **{name: x.detach() for name, x in dual_losses.items()}}, taken
 
 
 class MPOTrainer(Trainer):

@@ -163,8 +163,6 @@ class GuardedStepper(OptimizationStepper):
         self,
         losses: Mapping[str, Tensor] | TensorDictBase | Tensor,
         clips: Mapping[str, float | None],
-        *,
-        add: bool = False,
     ) -> Tensor:
         """Gradients of the sum of some losses, clipped for each optimiser by itself.
 
@@ -173,16 +171,12 @@ class GuardedStepper(OptimizationStepper):
             clips (mapping): largest gradient norm, by the name of the optimiser whose parameters
                 get it. The others keep the gradients that they have.
 
-        Keyword Args:
-            add (bool): add to the gradients that these optimisers' parameters have. Defaults to
-                ``False``: begin with none.
-
         Returns:
             Whether the losses and all gradients are finite, in all processes, 0-d.
         """
         if not isinstance(losses, Tensor):
             losses = sum_of_losses(losses)
-        for name in () if add else clips:
+        for name in clips:
             self._optimizers[name].zero_grad()
         losses.backward()
         total = losses.detach()

@@ -93,8 +93,8 @@ class TestSteps:
         ("kwargs", "methods"),
         [
             ({}, [None]),
-            ({"dual_order": "dual_first"}, ["qvalue_loss", "dual_loss", "actor_loss"]),
-            ({"num_policy_steps": 2}, ["qvalue_loss", "dual_loss", "actor_loss", "actor_loss"]),
+            ({"dual_order": "dual_first"}, ["dual_loss", "networks_loss"]),
+            ({"num_policy_steps": 2}, ["dual_loss", "networks_loss", "actor_loss"]),
         ],
         ids=str,
     )
