@@ -6,8 +6,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-# One thread per test process: the tests are small, and threads would only compete.
-PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
+# One thread per test process: the tests are small, and threads would only compete. A file's tests
+# stay together, so that what they share is made once.
+PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 .DEFAULT_GOAL := help
 .PHONY: help train test test-all campaign campaign-quick bench results-smoke report check format clean

@@ -24,6 +24,7 @@ def snippets(page: str, section: str) -> list[str]:
     return re.findall(r"^```\w+\n(.*?)^```", body, re.DOTALL | re.MULTILINE)
 
 
+@pytest.mark.slow
 def test_parts_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     module, command, script = snippets(
         "training.md", "Your own networks, environments and callbacks"

@@ -45,21 +45,17 @@ __all__ = ["evaluate_main", "train", "train_main"]
 # Training ----------------------------------------------------------------------------------------
 
 
-def train_main(
-    algo: str, arguments: Sequence[str] | None = None, *, config_dir: Path | None = None
-) -> None:
-    """Train as the command line says.
+def train_main(algo: str, arguments: Sequence[str], *, config_dir: Path | None = None) -> None:
+    """What :func:`minerva_torchrl.runs.start.train_main` does after its first line.
 
     Args:
-        algo (str): name of the algorithm, for example ``"mpo"``.
-        arguments (sequence of str, optional): settings as ``name=value``, and Hydra's flags.
-            Defaults to those of the command line.
+        algo (str): name of the algorithm.
+        arguments (sequence of str): settings and flags.
 
     Keyword Args:
-        config_dir (Path, optional): folder with a file of settings, named after the algorithm.
-            Without it there are the defaults.
+        config_dir (Path, optional): folder with a file of settings.
     """
-    arguments = check_overrides(algo, sys.argv[1:] if arguments is None else arguments)
+    arguments = check_overrides(algo, arguments)
     register_configs(algo)
     folder = None if config_dir is None else str(config_dir.resolve())
     name = "train" if folder is None else algo

@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from functools import partial
 from pathlib import Path
-from types import NoneType
-from typing import Any, get_args, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from hydra.core.global_hydra import GlobalHydra
 
@@ -69,7 +69,7 @@ NONSENSE: dict[str, dict[str, list[Any]]] = {
         "network.critic_sizes": [[], [0], [8, -3], [10**12]],
         "network.init_scale": [0, -1.0, 1e30],
         "collector.frames_per_batch": [0, -50, 10**15],
-        "eval.interval": [0, -1],
+        "eval.interval": [0, -1, 1.5],
         "eval.episodes": [0, -1, 10_000_000_000],
         "checkpoint.interval": [0, -1],
         "checkpoint.keep": [0, -1],
@@ -203,13 +203,16 @@ def _settings(kind: Any, path: str = "") -> Iterator[tuple[str, list[Any]]]:
         if is_dataclass(hint):
             yield from _settings(hint, f"{path}{field.name}.")
         elif field.name != "algo":
-            options = get_args(hint) if NoneType in get_args(hint) else (hint,)
+            union = get_origin(hint) in (Union, UnionType)
+            options = get_args(hint) if union else (hint,)
             kinds = [getattr(option, "__origin__", option) for option in options]
             yield f"{path}{field.name}", [one for one in kinds if one is not NoneType]
 
 
 def _fits(kind: Any, value: Any) -> bool:
     """Whether a value would be right after all: the table is for the first type of a setting."""
+    if kind is float and isinstance(value, float) and math.isfinite(value):
+        return True
     return (kind is tuple and value == []) or (kind is int and value == 2**70)
 
 

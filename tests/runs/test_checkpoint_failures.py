@@ -107,6 +107,7 @@ def kill_at_random(folder: str) -> None:
     assert frames > 0
 
 
+@pytest.mark.slow
 def test_kill_at_random_moments(tmp_path: Path) -> None:
     run(kill_at_random, tmp_path)
 

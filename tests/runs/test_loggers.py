@@ -135,6 +135,7 @@ def test_wandb_offline(server: socket.socket, tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"home", "run"}
 
 
+@pytest.mark.slow
 def test_wandb_tells_runs_of_a_sweep_apart(
     server: socket.socket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

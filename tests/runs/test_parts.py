@@ -338,6 +338,7 @@ def test_a_transform_that_a_bare_policy_lacks(tmp_path: Path) -> None:
     assert result.row()["return_mean"] == column(tmp_path / "eval.csv", "return_mean")[-1]
 
 
+@pytest.mark.slow
 def test_in_processes(tmp_path: Path) -> None:
     run = make_own(tmp_path, env__num_envs=2, env__num_workers=2, env__wrappers=[f"{OWN}:Double"])
     assert run.train()["frames"] == 200

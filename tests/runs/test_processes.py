@@ -124,6 +124,7 @@ def kill_and_resume(shell: Shell, kind: str, kills: int) -> None:
     assert_same_runs(shell.folder / "run", whole.run_dir)
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment(shell: Shell) -> None:
     kill_and_resume(shell, "mpo", kills=1)
 

@@ -105,7 +105,15 @@ def test_nothing_is_imported(
     assert not mark.exists()
 
 
-@pytest.mark.parametrize("setting", list(NAMED))
+@pytest.mark.parametrize(
+    "setting",
+    [
+        pytest.param(name, marks=pytest.mark.slow)
+        if name not in ("env.name", "callbacks")
+        else name
+        for name in NAMED
+    ],
+)
 def test_trust_and_names_that_are_given_again(setting: str, mark: Path) -> None:
     settings = {**dotted("ppo", total_frames=50, run_dir="run"), setting: NAMED[setting]}
     again = arguments({setting: NAMED[setting]})[0].replace("'", "")

@@ -139,6 +139,7 @@ def train_bandit(actor: ProbabilisticActor, reward_function, contexts, updates: 
     return rewards
 
 
+@pytest.mark.slow
 def test_learns_a_continuous_contextual_bandit() -> None:
     torch.manual_seed(0)
     policy = StateIndependentScale(make_mlp(1, last_gain=0.01, inputs=2), 1)

@@ -381,6 +381,7 @@ def run_process(rank: int, folder: str) -> None:
     group.close()
 
 
+@pytest.mark.slow
 def test_two_processes_are_as_one(tmp_path: Path) -> None:
     """They stop together, and leave out the same updates, though they see different frames."""
     torch.multiprocessing.spawn(run_process, (str(tmp_path),), nprocs=2)

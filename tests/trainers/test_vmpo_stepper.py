@@ -398,9 +398,7 @@ def fresh_compiler() -> Iterator[None]:
     ("kind", "backend", "kwargs"),
     [
         # Code generation takes most of the time; these check the graph that it starts from.
-        ("one-hot", "aot_eager", {"temperature_update": "gradient"}),
-        ("tanh", "aot_eager", {"temperature_update": "gradient", "kl_samples": "selected"}),
-        ("normal", "aot_eager", {"temperature_update": "solve"}),
+        ("normal", "aot_eager", {"temperature_update": "solve", "kl_samples": "selected"}),
         *(
             pytest.param(kind, "inductor", {"temperature_update": update}, marks=pytest.mark.slow)
             for kind, update in (
