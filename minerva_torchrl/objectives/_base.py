@@ -9,7 +9,7 @@ from difflib import get_close_matches
 from typing import Any, Literal, TypeVar
 
 import torch
-from tensordict import NestedKey, TensorDictBase
+from tensordict import NestedKey, TensorDict, TensorDictBase
 from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModule, TensorDictParams
 from torch import Tensor, nn
 from torch import distributions as D
@@ -323,6 +323,34 @@ class DualLossModule(BatchLoss):
         if tensordict.get("e_step", None) is not None:
             return tensordict, {}
         return self.e_step(tensordict, with_metrics=with_metrics)
+
+    @in_full_precision
+    def m_step(self, tensordict: TensorDictBase) -> TensorDictBase:
+        """Evaluate the policy once for both :meth:`dual_loss` and :meth:`networks_loss`.
+
+        Without it each of them evaluates the policy itself.
+
+        Args:
+            tensordict (TensorDictBase): as in :meth:`forward`, or what :meth:`e_step` returned.
+
+        Returns:
+            The data with the entry ``m_step``, which holds until the policy's parameters change.
+        """
+        data, _ = self._with_e_step(tensordict, with_metrics=False)
+        _, fit, divergences = self._m_step(data)
+        found = TensorDict({"fit": fit, "divergences": divergences}, batch_size=fit.shape)
+        return data.copy().set("m_step", found)
+
+    def _m_step(self, data: TensorDictBase) -> tuple[D.Distribution, Tensor, dict[str, Tensor]]:
+        """The online policy, how badly it fits the E-step ``[*S]``, and its divergences."""
+        raise NotImplementedError
+
+    def _fit_and_divergences(self, data: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
+        """What :meth:`m_step` put into the data, evaluated now if it has nothing."""
+        found = data.get("m_step", None)
+        if found is None:
+            return self._m_step(data)[1:]
+        return found.get("fit"), dict(found.get("divergences").items())
 
     def _constraint_losses(
         self, divergences: dict[str, Tensor], mask: Tensor | None

@@ -324,7 +324,7 @@ class MPOLoss(TargetNetworksLoss):
     def _forward(self, tensordict: TensorDictBase, *, with_metrics: bool) -> TensorDict:
         data, metrics = self._with_e_step(tensordict, with_metrics)
         loss_qvalue, td_error, metrics_qvalue = self._qvalue_loss(data, with_metrics)
-        m_step = self._m_step(data.get("e_step"))
+        m_step = self._m_step(data)
         constraint_losses = self._constraint_losses(m_step[-1], data.get("e_step").mask)
         losses = {
             "loss_qvalue": loss_qvalue,
@@ -419,7 +419,7 @@ class MPOLoss(TargetNetworksLoss):
         """
         data, metrics = self._with_e_step(tensordict)
         e_step = data.get("e_step")
-        m_step = self._m_step(e_step)
+        m_step = self._m_step(data)
         metrics |= self._actor_metrics(e_step, *m_step)
         constraint_losses = self._constraint_losses(m_step[-1], e_step.mask)
         return self._actor_loss(data, m_step[1], constraint_losses), metrics
@@ -433,7 +433,7 @@ class MPOLoss(TargetNetworksLoss):
         """
         data, _ = self._with_e_step(tensordict, with_metrics=False)
         with torch.no_grad():  # no gradient of the duals goes to the policy
-            divergences = self._m_step(data.get("e_step"))[-1]
+            _, divergences = self._fit_and_divergences(data)
         losses = self._dual_losses(
             data, self._constraint_losses(divergences, data.get("e_step").mask)
         )
@@ -449,7 +449,7 @@ class MPOLoss(TargetNetworksLoss):
         data, _ = self._with_e_step(tensordict, with_metrics=False)
         e_step = data.get("e_step")
         loss_qvalue, td_error, _ = self._qvalue_loss(data, with_metrics=False)
-        _, cross_entropy, divergences = self._m_step(e_step)
+        cross_entropy, divergences = self._fit_and_divergences(data)
         constraint_losses = self._constraint_losses(divergences, e_step.mask)
         loss_actor = self._actor_loss(data, cross_entropy, constraint_losses)
         self.set_priority(tensordict, td_error)
@@ -457,8 +457,9 @@ class MPOLoss(TargetNetworksLoss):
 
     # Parts ---------------------------------------------------------------------------------------
 
-    def _m_step(self, e_step: MPOEStep) -> tuple[D.Distribution, Tensor, dict[str, Tensor]]:
+    def _m_step(self, data: TensorDictBase) -> tuple[D.Distribution, Tensor, dict[str, Tensor]]:
         """The online policy, its cross-entropy ``[*S]`` and its divergences ``[*S, D or 1]``."""
+        e_step = data.get("e_step")
         dist = self._dist(e_step.inputs, self.actor_network_params)
         new = self.policy.describe(dist)
         cross_entropy = self.policy.cross_entropy(new, e_step.old_policy, e_step.statistics)

@@ -411,7 +411,7 @@ class VMPOLoss(OnPolicyLoss):
         """
         data, _ = self._with_e_step(tensordict, with_metrics=False)
         with torch.no_grad():  # no gradient of the duals goes to the policy
-            divergences = self._m_step(data)[-1]
+            _, divergences = self._fit_and_divergences(data)
         e_step = data.get("e_step")
         losses = self._dual_losses(e_step, self._constraint_losses(divergences, e_step.mask))
         return torch.stack(list(losses.values())).sum(0), losses
@@ -424,7 +424,7 @@ class VMPOLoss(OnPolicyLoss):
             tensordict (TensorDictBase): as in :meth:`forward`.
         """
         data, _ = self._with_e_step(tensordict, with_metrics=False)
-        _, neg_log_prob, divergences = self._m_step(data)
+        neg_log_prob, divergences = self._fit_and_divergences(data)
         constraint_losses = self._constraint_losses(divergences, data.get("e_step").mask)
         losses = {
             "loss_actor": self._actor_loss(data.get("e_step"), neg_log_prob, constraint_losses),

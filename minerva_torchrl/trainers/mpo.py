@@ -184,7 +184,8 @@ class MPOOptimizationStepper(GuardedStepper):
         dual_first = self.dual_order == "dual_first"
         undo = Undo((), self.optimizer_dual)
         data, metrics = loss.e_step(batch, with_metrics=with_metrics)
-        loss_dual, dual_losses = learner.compute_loss(data, "dual_loss")
+        first = loss.m_step(data)
+        loss_dual, dual_losses = learner.compute_loss(first, "dual_loss")
         taken = self._backward(loss_dual, {"optimizer_dual": self.clip_dual})
         if dual_first:
             self._step_if(taken, "optimizer_dual")
@@ -192,7 +193,7 @@ class MPOOptimizationStepper(GuardedStepper):
         if with_metrics:
             with torch.no_grad():
                 metrics |= dict(loss(data).items())
-        loss_networks, _ = learner.compute_loss(data, "networks_loss")
+        loss_networks, _ = learner.compute_loss(first, "networks_loss")
         clips = {"optimizer_critic": self.clip_critic, "optimizer_actor": self.clip_actor}
         taken = taken & self._backward(loss_networks, clips)
         self._step_if(taken, "optimizer_critic")
@@ -207,7 +208,7 @@ class MPOOptimizationStepper(GuardedStepper):
         else:
             self._step_if(taken, "optimizer_dual")
             loss.project_duals_()
-        loss.set_priority(batch, data.get(loss.tensor_keys.priority))
+        loss.set_priority(batch, first.get(loss.tensor_keys.priority))
         return {**metrics, **{name: x.detach() for name, x in dual_losses.items()}}, taken
 
 

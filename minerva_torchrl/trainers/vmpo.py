@@ -183,7 +183,8 @@ class VMPOOptimizationStepper(GuardedStepper):
         with_metrics: bool,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """The same with the duals stepped before the policy's loss is evaluated."""
-        loss, clips = learner.loss_module, self._dual_clips(first)
+        loss: Any = learner.loss_module
+        clips, minibatch = self._dual_clips(first), loss.m_step(minibatch)
         undo = Undo((), *(self._optimizers[name] for name in clips))
         loss_dual, losses = learner.compute_loss(minibatch, "dual_loss")
         taken = taken & self._backward(loss_dual, clips)
