@@ -55,7 +55,7 @@ OPERATIONS = {
 
 def settings(name: str) -> tuple[str, dict[str, Any]]:
     kind, changes = RUNS[name]
-    return kind, {"total_frames": 200, "eval__interval": 100, **changes}
+    return kind, {"total_frames": 300, "eval__interval": 100, **changes}
 
 
 def reference(name: str) -> Path:
@@ -290,22 +290,22 @@ def cases(rng: random.Random, quick: bool) -> Iterator[Case]:
     every = range(1, start, 5 if quick else 1)
     for number in every:
         yield Case(f"at file operation {number} of a start", at_operations("mpo", [number]))
-    for number in range(save - 22, save + 6, 6 if quick else 1):
+    for number in range(save - 34, save + 6, 8 if quick else 1):
         yield Case(f"at file operation {number}, in a save", at_operations("mpo", [number]))
-    for index in range(3 if quick else 26):
+    for index in range(3 if quick else 40):
         name = quickly[index % len(quickly)]
         numbers = [rng.randrange(1, 200) for _ in range(1 + index % 3)]
         yield Case(f"{name} at file operations {numbers}", at_operations(name, numbers))
-    for index in range(2 if quick else 10):
+    for index in range(2 if quick else 16):
         name = quickly[index % len(quickly)]
         numbers = [rng.randrange(1, 60) for _ in range(1 + index % 2)]
         yield Case(f"{name} at steps {numbers} of evaluations", in_evaluation(name, numbers))
-    for index in range(2 if quick else 10):
+    for index in range(2 if quick else 16):
         name = quickly[index % len(quickly)]
         moments = [round(rng.uniform(0.2, 4.0), 3) for _ in range(1 + index % 3)]
         yield Case(f"{name} after {moments} seconds", at_moments(name, moments))
     if not quick:
         reference("workers")
-    for index in range(0 if quick else 3):
+    for index in range(0 if quick else 6):
         numbers = [rng.randrange(30, 90) for _ in range(1 + index % 2)]
         yield Case(f"workers at file operations {numbers}", at_operations("workers", numbers))
