@@ -46,7 +46,7 @@ class BatchLoss(LossModule):
                 "scalar_output_mode='exclude' to say so, or 'non_tensor' to get them as non-tensor "
                 "data.",
                 category=UserWarning,
-                stacklevel=6,
+                stacklevel=5,
             )
             scalar_output_mode = "exclude"
         self.use_prioritized_weights = use_prioritized_weights

@@ -191,7 +191,7 @@ class VMPOLoss(OnPolicyLoss):
             warnings.warn(
                 "epsilon_eta is now called epsilon, as in MPOLoss.",
                 DeprecationWarning,
-                stacklevel=3,
+                stacklevel=2,
             )
             epsilon = epsilon_eta
         super().__init__(

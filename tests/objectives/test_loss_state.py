@@ -310,8 +310,9 @@ def test_projection_after_the_optimiser() -> None:
 
 def test_former_name_of_the_bound() -> None:
     """V-MPO's bound was called ``epsilon_eta``."""
-    with pytest.warns(DeprecationWarning, match="epsilon_eta is now called epsilon"):
+    with pytest.warns(DeprecationWarning, match="epsilon_eta is now called epsilon") as warned:
         loss = make_loss("vmpo", epsilon_eta=0.3)
+    assert warned[0].filename.endswith(("vmpo_problem.py", "test_loss_state.py"))  # makes the loss
     data = make_data("vmpo")
     assert_equal(loss(data), make_loss("vmpo", epsilon=0.3)(data), 0, 0)
     loss.epsilon_eta = 0.2
