@@ -112,6 +112,8 @@ class GuardedStepper(OptimizationStepper):
         return self._measured_update(LocalLearner(loss), tensordict)
 
     def _measured_update(self, learner: Learner, batch: TensorDictBase) -> TensorDict:
+        if self.compiled is not None:
+            self.compiled.begin_update()
         if not self.reports_param_delta:
             return self._update(learner, batch)
         actor: Any = learner.loss_module.actor_network_params
