@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -84,28 +85,42 @@ class Origin:
 
     def __init__(self, loss: nn.Module) -> None:
         modules = _modules(loss)
-        settings = [*map(vars, modules), *(vars(m._tensor_keys) for m in modules if _has_keys(m))]
-        self._settings = [
-            (of, name, of[name]) for of in settings for name in of if _is_plain(of, name)
-        ]
-        self._tensors = [
-            (of, name, tensor, tensor.requires_grad)
-            for module in loss.modules()
-            for of in (module._parameters, module._buffers)
-            for name, tensor in of.items()
-            if tensor is not None
-        ]
+        keys = (vars(m._tensor_keys) for m in modules if _has_keys(m))
+        self._settings = [_Values(of, _is_setting) for of in (*map(vars, modules), *keys)]
+        tensors = [of for m in loss.modules() for of in (m._parameters, m._buffers)]
+        self._tensors = [_Values(of, lambda _, x: x is not None) for of in tensors]
+        self._learned = [(x, x.requires_grad) for of in self._tensors for x in of.values]
 
     def changed(self) -> str | None:
         """The name of something that is different now, if anything is."""
-        for of, name, value in self._settings:
-            now = of.get(name)
-            if now is not value and (type(now) is not type(value) or now != value):
-                return name
-        for of, name, tensor, requires_grad in self._tensors:
-            if of.get(name) is not tensor or tensor.requires_grad is not requires_grad:
-                return name
+        for settings in self._settings:
+            if settings.now() != settings.values:
+                return settings.different()
+        for tensors in self._tensors:
+            if not all(map(operator.is_, tensors.now(), tensors.values)):
+                return tensors.different()
+        for tensor, requires_grad in self._learned:
+            if tensor.requires_grad is not requires_grad:
+                return "requires_grad"
         return None
+
+
+class _Values:
+    """Some values of a dictionary."""
+
+    def __init__(self, of: dict[str, Any], belongs: Callable[[str, Any], bool]) -> None:
+        self._of = of
+        self._names = [name for name, value in of.items() if belongs(name, value)]
+        self.values = self.now()
+
+    def now(self) -> list[Any]:
+        """What they are now."""
+        return list(map(self._of.get, self._names))
+
+    def different(self) -> str:
+        """The name of one that is not what it was."""
+        pairs = zip(self._names, self.now(), self.values, strict=True)
+        return next(name for name, now, before in pairs if now is not before)
 
 
 def kind_of(batch: TensorDictBase) -> tuple[Any, ...]:
@@ -231,6 +246,6 @@ def _has_keys(module: nn.Module) -> bool:
     return hasattr(vars(module).get("_tensor_keys"), "__dict__")
 
 
-def _is_plain(attributes: dict[str, Any], name: str) -> bool:
+def _is_setting(name: str, value: Any) -> bool:
     plain = (bool, int, float, str, bytes, tuple, type(None))
-    return not name.startswith("_") and isinstance(attributes[name], plain)
+    return not name.startswith("_") and isinstance(value, plain)
