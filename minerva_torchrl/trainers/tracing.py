@@ -211,10 +211,12 @@ def _hold_tensors_of(loss: nn.Module, graph: GraphModule) -> None:
             # Not a parameter: nothing is differentiated from here on.
             graph.register_buffer(name, tensor)
         node.target = name
-    for name in [*vars(graph), *graph._parameters]:
+    for name in [*vars(graph), *graph._parameters, *graph._buffers]:
         if name.startswith(("_tensor_constant", "_param_constant")):
             delattr(graph, name)
     graph.recompile()
+    # As in graphs of torch.export, whose tensors keep their addresses: CUDA graphs rely on it.
+    graph.meta["dynamo_compile_id"] = None
 
 
 def _memory(tensor: Tensor) -> tuple[Any, ...]:
