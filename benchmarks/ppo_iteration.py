@@ -30,7 +30,15 @@ from torchrl.objectives.value.advantages import GAE
 from torchrl.trainers import Trainer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from _harness import check_same_parameters, make_parser, measure, report, start, without_prefix
+from _harness import (
+    add_compile,
+    check_same_parameters,
+    make_parser,
+    measure,
+    report,
+    start,
+    without_prefix,
+)
 from ppo_floor import FloorSettings, PPOFloor
 from vmpo_floor import TanhPolicy, tanh_network
 from vmpo_update import make_networks, our_parameters
@@ -221,7 +229,7 @@ def make_stable_baselines3(config: Config, rollout: TensorDict) -> Callable[[], 
 def main() -> None:
     parser = make_parser(__doc__, rounds=5, threads=1)
     parser.add_argument("--config", choices=tuple(CONFIGS), default="cheetah")
-    parser.add_argument("--compile", action="store_true", help="ours compiled, too")
+    add_compile(parser)
     args = start(parser)
     config = CONFIGS[args.config]
     trainer = make_ours(config)
