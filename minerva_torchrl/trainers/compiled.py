@@ -44,7 +44,7 @@ class CompiledGradients:
     Parameters and buffers are read anew in each of them. Optimisers step outside, so that learning
     rates, their states and checkpoints are as without it.
 
-    What a graph was made from is compared before it is used: shapes and types of the batch, public
+    What a graph was made from is compared before it is used: shapes and types of the batch, plain
     attributes of the loss and its networks, and which tensors they hold. Where they differ another
     graph is made.
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDictBase
+from tensordict.nn import TensorDictParams
 from torch import Tensor, nn
 from torch._guards import TracingContext, tracing
 from torch._subclasses import FakeTensorMode
@@ -76,8 +77,8 @@ class TracedFunction:
 class Origin:
     """What a loss was like when a graph was made of it.
 
-    That is: the public attributes of its modules that are numbers, strings and the like, the keys
-    that it reads and writes, and which tensors it holds. Values of tensors are no part of it.
+    That is: the attributes of its modules that are numbers, strings and the like, the keys that it
+    reads and writes, and which tensors it holds. Values of tensors are no part of it.
 
     Args:
         loss (nn.Module): the loss.
@@ -127,6 +128,8 @@ def kind_of(batch: TensorDictBase) -> tuple[Any, ...]:
     """What a graph is made for: names, shapes, strides, types and devices of a batch's entries."""
     return (
         batch.batch_size,
+        torch.is_autocast_enabled("cpu"),
+        torch.is_autocast_enabled("cuda"),
         *((key, x.shape, x.stride(), x.dtype, x.device) for key, x in _entries(batch).items()),
     )
 
@@ -180,11 +183,13 @@ def _no_effects(loss: nn.Module) -> Iterator[None]:
     tensors = [*loss.parameters(), *loss.buffers()]
     before = [tensor.detach().clone() for tensor in tensors]
     devices = {tensor.device for tensor in tensors if tensor.device.type == "cuda"}
-    with torch.random.fork_rng(devices=list(devices)):
-        yield
-    with torch.no_grad():
-        for tensor, value in zip(tensors, before, strict=True):
-            tensor.copy_(value)
+    try:
+        with torch.random.fork_rng(devices=list(devices)):
+            yield
+    finally:
+        with torch.no_grad():
+            for tensor, value in zip(tensors, before, strict=True):
+                tensor.copy_(value)
 
 
 def _remove_unused_inputs(graph: GraphModule) -> list[bool]:
@@ -233,7 +238,7 @@ def _entries(batch: TensorDictBase) -> dict[NestedKey, Tensor]:
 
 
 def _modules(loss: nn.Module) -> list[nn.Module]:
-    """All modules of a loss, with the networks that it calls with its own parameters."""
+    """All modules of a loss, with the networks that it calls with parameters of its own."""
     found: dict[int, nn.Module] = {}
     waiting = [loss]
     while waiting:
@@ -241,7 +246,7 @@ def _modules(loss: nn.Module) -> list[nn.Module]:
             if id(module) not in found:
                 found[id(module)] = module
                 waiting += [x for x in vars(module).values() if isinstance(x, nn.Module)]
-    return list(found.values())
+    return [module for module in found.values() if not isinstance(module, TensorDictParams)]
 
 
 def _has_keys(module: nn.Module) -> bool:
@@ -249,5 +254,6 @@ def _has_keys(module: nn.Module) -> bool:
 
 
 def _is_setting(name: str, value: Any) -> bool:
-    plain = (bool, int, float, str, bytes, tuple, type(None))
-    return not name.startswith("_") and isinstance(value, plain)
+    if name.startswith("_"):  # a count or a flag; other things are often made when first needed
+        return isinstance(value, (bool, int, float))
+    return isinstance(value, (bool, int, float, str, bytes, tuple, type(None)))

@@ -25,7 +25,7 @@ class Toy(nn.Module):
         super().__init__()
         self.weight = nn.Parameter(torch.tensor([1.0, 2.0]))
         self.other = nn.Parameter(torch.ones(()))
-        self.factor = 1.0
+        self.factor, self._power = 1.0, 1
         self.register_buffer("bound", torch.tensor(0.5))
         self.register_buffer("count", torch.zeros(()))
 
@@ -33,7 +33,7 @@ class Toy(nn.Module):
         self.count.add_(1)
         noise = torch.randn(2)
         constant = torch.tensor([1.0, 2.0])
-        error = (self.weight * data["x"] * self.factor - constant).square().mean(-1)
+        error = (self.weight * data["x"] * self.factor**self._power - constant).square().mean(-1)
         data["error"] = error.detach()
         loss = error.mean() + (self.weight * noise).sum() + self.bound * self.other
         return {"loss_toy": loss, "unused": data["x"].sum()}
@@ -101,6 +101,10 @@ def changed_setting(loss: Toy) -> None:
     loss.factor = 2.0
 
 
+def changed_private_setting(loss: Toy) -> None:
+    loss.factor, loss._power = 2.0, 2
+
+
 def replaced_tensor(loss: Toy) -> None:
     loss.bound = torch.tensor(0.1)
 
@@ -109,7 +113,9 @@ def replaced_parameter(loss: Toy) -> None:
     loss.other = nn.Parameter(torch.tensor(3.0))
 
 
-@pytest.mark.parametrize("change", [changed_setting, replaced_tensor, replaced_parameter])
+@pytest.mark.parametrize(
+    "change", [changed_setting, changed_private_setting, replaced_tensor, replaced_parameter]
+)
 def test_another_graph_for_another_loss(change: Any) -> None:
     problem = Problem()
     problem.run()
