@@ -4,10 +4,10 @@
     python benchmarks/ppo_iteration.py --config small --json
 
 `minerva_torchrl` is what a trainer of `make_ppo_trainer` does with a collected batch, and
-`minerva_torchrl[compiled]`, with `--compile`, the same with compiled minibatches. `torchrl` is
-the loop of TorchRL's own PPO script: `GAE` before every epoch, minibatches from a replay buffer, no
-clipping of gradients. `stable-baselines3` is its `PPO.train` after the rollout is written to its
-buffer, if the package is installed.
+`minerva_torchrl[compiled]` the same with compiled minibatches; `--no-compile` leaves it out.
+`torchrl` is the loop of TorchRL's own PPO script: `GAE` before every epoch, minibatches from a
+replay buffer, no clipping of gradients. `stable-baselines3` is its `PPO.train` after the rollout is
+written to its buffer, if the package is installed.
 """
 
 from __future__ import annotations
