@@ -14,6 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from minerva_torchrl.trainers.compiled import why_not
+
 
 @dataclass
 class Result:
@@ -47,6 +49,16 @@ def make_parser(description: str, *, rounds: int, threads: int = 2) -> argparse.
         help="processor time instead of the clock's: for one thread on a busy machine",
     )
     return parser
+
+
+def add_compile(parser: argparse.ArgumentParser) -> None:
+    """Add the option for compiled updates, which are timed where there is a compiler."""
+    parser.add_argument(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        default=why_not("cpu") is None,
+        help="ours compiled, too; without a cache that takes up to a minute for each graph",
+    )
 
 
 def start(parser: argparse.ArgumentParser, arguments: Sequence[str] | None = None) -> Any:

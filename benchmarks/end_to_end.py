@@ -1,12 +1,13 @@
 """Time whole training: collect, store, draw and update, after the warm-up.
 
     python benchmarks/end_to_end.py
-    python benchmarks/end_to_end.py --env cheetah-run --compile --json
+    python benchmarks/end_to_end.py --env cheetah-run --json
 
 Times are those of 1000 frames. `minerva_torchrl` is a training run of MPO with its default
 settings, without evaluation and records. The floor is a loop of one's own: DM Control, a ring of
 plain tensors and the update of `mpo_floor.py`, with as many updates per frame. `[no updates]` is
-collecting and storing alone. `--compile` times a run with `compile.enabled=true` as well.
+collecting and storing alone. A run with `compile.enabled=true` is timed as well, unless
+`--no-compile` is given.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from tensordict import TensorDictBase
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from _harness import make_parser, measure, report, start
+from _harness import add_compile, make_parser, measure, report, start
 from collection import RawLoop
 from mpo_update import check_agreement as check_update
 from mpo_update import flat, make_floor
@@ -180,7 +181,7 @@ def warm(loop: Loop, config: MPOConfig) -> Loop:
 def main() -> None:
     parser = make_parser(__doc__, rounds=5, threads=1)
     parser.add_argument("--env", default="cartpole-swingup", help="task (cartpole-swingup)")
-    parser.add_argument("--compile", action="store_true", help="ours compiled, too")
+    add_compile(parser)
     args = start(parser)
     config = make_config(args.env)
     # An episode in the middle of which the steps of a transition end.

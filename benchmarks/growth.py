@@ -1,12 +1,12 @@
 """How costs grow: an update with batch and samples, a frame with the size of the replay buffer.
 
-    python benchmarks/growth.py --compile --out growth.png
+    python benchmarks/growth.py --out growth.png
     python benchmarks/growth.py --json
 
 An update of MPO evaluates the target critic at batch times samples actions; the exponent of a fit
-over that product says whether its time grows faster. With `--compile` that of a run with
-`compile.enabled=true` is there as well. Collecting, storing and drawing should cost the same at a
-million stored frames as at ten thousand.
+over that product says whether its time grows faster. That of a run with `compile.enabled=true` is
+there as well, unless `--no-compile` is given. Collecting, storing and drawing should cost the same
+at a million stored frames as at ten thousand.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from matplotlib.figure import Figure
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from _harness import Result, make_parser, measure, report, start
+from _harness import Result, add_compile, make_parser, measure, report, start
 from end_to_end import make_config
 from mpo_update import make_data, make_ours
 from replay import Filled
@@ -181,7 +181,7 @@ def main() -> None:
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
     parser.add_argument("--samples", type=int, nargs="+", default=SAMPLES)
     parser.add_argument("--sizes", type=int, nargs="+", default=SIZES, help="stored frames")
-    parser.add_argument("--compile", action="store_true", help="compiled updates, too")
+    add_compile(parser)
     args = start(parser)
     timing = {"rounds": args.rounds, "clock": args.clock}
     updates, compiled = measure_updates(

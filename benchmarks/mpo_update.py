@@ -7,7 +7,7 @@
 `MPOOptimizationStepper`; each is compared with a floor that does the same mathematics. The
 mathematics of the two presets differs: one draw of samples per update against two.
 
-`minerva_torchrl[default,compiled]`, with `--compile`, has compiled losses and gradients.
+`minerva_torchrl[default,compiled]` has compiled losses and gradients; `--no-compile` leaves it out.
 `r10` has the sizes of a run.
 
 `rlax[default]` and `rlax[minerva-seed]` are the floors' updates in JAX, if `jax`, `rlax` and
@@ -21,7 +21,7 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -31,7 +31,15 @@ from torchrl.data import Bounded
 from torchrl.modules import IndependentNormal, ProbabilisticActor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from _harness import check_same_parameters, make_parser, measure, report, start, without_prefix
+from _harness import (
+    add_compile,
+    check_same_parameters,
+    make_parser,
+    measure,
+    report,
+    start,
+    without_prefix,
+)
 from mpo_floor import Critic, Dual, FloorSettings, MPOFloor, Policy
 
 from minerva_torchrl import MPOLoss, MPOOptimizationStepper
@@ -55,6 +63,8 @@ CONFIGS: dict[str, Config] = {
     "c64": (17, 6, 256, (512, 256), 64),
     "h64": (67, 21, 512, (512, 512, 256), 64),
 }
+FLOORS = {"default": "floor", "minerva-seed": "floor[minerva-seed]"}  # by preset
+CALLS = {"r10": 10, "c20": 3}  # of a case within a round; one where nothing is said
 RATES = (3e-4, 3e-4, 1e-2)  # critic, actor, duals
 
 
@@ -217,14 +227,15 @@ def flat(data: TensorDict) -> dict[str, torch.Tensor]:
 
 
 def make_cases(
-    config: Config, *, compiled: bool = False
+    config: Config, *, compiled: bool = False, presets: Iterable[str] = FLOORS
 ) -> tuple[dict[str, Callable[[], None]], dict[str, str]]:
     """What is timed, by name, and the name of the floor of each. All have been checked."""
     data = make_data(config)
     plain = flat(data)
     cases: dict[str, Callable[[], None]] = {}
     floors: dict[str, str] = {}
-    for preset, floor_name in (("default", "floor"), ("minerva-seed", "floor[minerva-seed]")):
+    for preset in presets:
+        floor_name = FLOORS[preset]
         loss, stepper = make_ours(config, preset)
         updater = make_target_updater(loss, period=100)
         adam = mpo_preset(preset).adam
@@ -267,11 +278,13 @@ def make_compiled(config: Config, preset: str, data: TensorDict) -> Callable[[],
 def main() -> None:
     parser = make_parser(__doc__, rounds=9)
     parser.add_argument("--config", choices=tuple(CONFIGS), default="c20")
-    parser.add_argument("--compile", action="store_true", help="ours compiled, too")
+    add_compile(parser)
+    parser.add_argument("--presets", nargs="+", choices=tuple(FLOORS), default=list(FLOORS))
     args = start(parser)
     prepare_jax(args.threads)
-    cases, floors = make_cases(CONFIGS[args.config], compiled=args.compile)
-    results = measure(cases, rounds=args.rounds, clock=args.clock)
+    cases, floors = make_cases(CONFIGS[args.config], compiled=args.compile, presets=args.presets)
+    repeats = dict.fromkeys(cases, CALLS.get(args.config, 1))
+    results = measure(cases, rounds=args.rounds, clock=args.clock, repeats=repeats)
     report(results, config=args.config, as_json=args.json, floors=floors)
 
 

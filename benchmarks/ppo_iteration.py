@@ -4,10 +4,10 @@
     python benchmarks/ppo_iteration.py --config small --json
 
 `minerva_torchrl` is what a trainer of `make_ppo_trainer` does with a collected batch, and
-`minerva_torchrl[compiled]`, with `--compile`, the same with compiled minibatches. `torchrl` is
-the loop of TorchRL's own PPO script: `GAE` before every epoch, minibatches from a replay buffer, no
-clipping of gradients. `stable-baselines3` is its `PPO.train` after the rollout is written to its
-buffer, if the package is installed.
+`minerva_torchrl[compiled]` the same with compiled minibatches; `--no-compile` leaves it out.
+`torchrl` is the loop of TorchRL's own PPO script: `GAE` before every epoch, minibatches from a
+replay buffer, no clipping of gradients. `stable-baselines3` is its `PPO.train` after the rollout is
+written to its buffer, if the package is installed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,15 @@ from torchrl.objectives.value.advantages import GAE
 from torchrl.trainers import Trainer
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from _harness import check_same_parameters, make_parser, measure, report, start, without_prefix
+from _harness import (
+    add_compile,
+    check_same_parameters,
+    make_parser,
+    measure,
+    report,
+    start,
+    without_prefix,
+)
 from ppo_floor import FloorSettings, PPOFloor
 from vmpo_floor import TanhPolicy, tanh_network
 from vmpo_update import make_networks, our_parameters
@@ -221,7 +229,7 @@ def make_stable_baselines3(config: Config, rollout: TensorDict) -> Callable[[], 
 def main() -> None:
     parser = make_parser(__doc__, rounds=5, threads=1)
     parser.add_argument("--config", choices=tuple(CONFIGS), default="cheetah")
-    parser.add_argument("--compile", action="store_true", help="ours compiled, too")
+    add_compile(parser)
     args = start(parser)
     config = CONFIGS[args.config]
     trainer = make_ours(config)

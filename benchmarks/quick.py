@@ -20,12 +20,12 @@ from _harness import make_parser
 
 FOLDER = Path(__file__).resolve().parent
 RUNS = {  # arguments by script, and rounds relative to those asked for
-    "mpo_update.py": (["--config", "c20"], 3),
-    "vmpo_update.py": (["--config", "cheetah"], 1),
-    "ppo_iteration.py": (["--config", "small"], 1),
+    "mpo_update.py": (["--config", "r10"], 3),
+    "vmpo_update.py": (["--config", "cheetah", "--no-compile"], 1),  # compiling takes its time
+    "ppo_iteration.py": (["--config", "small", "--no-compile"], 1),
     "collection.py": ([], 1),
     "replay.py": ([], 1),
-    "sb3.py": (["--updates", "eager"], 1),  # compiling takes its time
+    "sb3.py": (["--updates", "eager"], 1),
 }
 
 

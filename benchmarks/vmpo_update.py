@@ -2,13 +2,13 @@
 
     python benchmarks/vmpo_update.py --threads 2
     python benchmarks/vmpo_update.py --config small --json
-    python benchmarks/vmpo_update.py --config runs --threads 1 --compile
+    python benchmarks/vmpo_update.py --config runs --threads 1
 
 `minerva_torchrl[...]` is `VMPOLoss` with `VMPOOptimizationStepper` on a rollout that has its
 advantages; each is compared with a floor that does the same mathematics. Both presets take the same
 number of policy steps here. `minerva-seed` measures divergences over the selected samples only and
-steps the multipliers before the policy. `minerva_torchrl[default,compiled]`, with `--compile`, has
-compiled losses and gradients. The config `runs` has the sizes of a run, with minibatches.
+steps the multipliers before the policy. `minerva_torchrl[default,compiled]` has compiled losses and
+gradients; `--no-compile` leaves it out. The config `runs` has the sizes of a run, with minibatches.
 
 `rlax[...]` are the floors' updates in JAX, if `jax`, `rlax` and `optax` are installed. With
 `--threads 1` JAX works in one thread as well.
@@ -31,7 +31,15 @@ from torchrl.envs import ExplorationType, set_exploration_type
 from torchrl.modules import MLP, IndependentNormal, ProbabilisticActor
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from _harness import check_same_parameters, make_parser, measure, report, start, without_prefix
+from _harness import (
+    add_compile,
+    check_same_parameters,
+    make_parser,
+    measure,
+    report,
+    start,
+    without_prefix,
+)
 from mpo_update import prepare_jax
 from vmpo_floor import FloorSettings, TanhPolicy, VMPOFloor, tanh_network
 
@@ -191,7 +199,7 @@ def flat(data: TensorDict) -> dict[str, torch.Tensor]:
 def main() -> None:
     parser = make_parser(__doc__, rounds=5)
     parser.add_argument("--config", choices=tuple(CONFIGS), default="cheetah")
-    parser.add_argument("--compile", action="store_true", help="ours compiled, too")
+    add_compile(parser)
     args = start(parser)
     prepare_jax(args.threads)
     cases, floors = {}, {}
@@ -214,7 +222,7 @@ def main() -> None:
         cases[floor_name] = lambda floor=floor, plain=plain: floor.update(plain)
         floors |= {name: floor_name, floor_name: floor_name}
         reference = make_floor(loss, stepper, preset)
-        peer = make_rlax(reference, plain)
+        peer = make_rlax(reference, plain) if title == preset else None
         if peer is not None:
             check_rlax(peer, reference, plain)
             cases[f"rlax[{preset}]"] = peer.update

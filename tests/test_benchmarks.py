@@ -15,6 +15,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 import _harness
 import collection
+import compiling
 import end_to_end
 import growth
 import mpo_update
@@ -497,6 +498,17 @@ def test_growth_of_a_run_that_compiles(monkeypatch: pytest.MonkeyPatch) -> None:
     assert list(cases) == [(4, 3), (8, 3)]
     for case in cases.values():
         case()
+
+
+def test_only_compiling_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = iter((1.0, 3.0, 10.0, 11.5))
+    monkeypatch.setattr(compiling.time, "perf_counter", lambda: next(now))
+    watch = compiling.Stopwatch()
+    for _ in range(2):
+        watch("compiling the update")
+        watch("compiled in 2 s")
+    assert (watch.seconds, watch.graphs) == (3.5, 2)
+    assert watch.processor >= 0
 
 
 def test_quick_set_names_scripts_that_exist() -> None:

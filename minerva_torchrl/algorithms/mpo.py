@@ -63,6 +63,9 @@ class ReplayBufferConfig:
     Where an episode has fewer steps left, a sequence is padded."""
     warmup_frames: int = 1_000
     """Frames to collect before the first update."""
+    device: str = "cpu"
+    """Where transitions are stored: ``cpu``, ``cuda``, ..., or ``auto`` for where updates are
+    computed. From the host's memory batches are copied to a GPU through pinned memory."""
 
 
 @dataclass(frozen=True)
@@ -359,7 +362,7 @@ class MPO(Algorithm[MPOConfig]):
                 settings.sequence_length, sequence_steps=self.config.loss.sequence_steps
             )
         return TensorDictReplayBuffer(
-            storage=LazyTensorStorage(settings.size),
+            storage=LazyTensorStorage(settings.size, device=settings.device),
             sampler=sampler,
             batch_size=settings.batch_size,
         )

@@ -89,7 +89,7 @@ def assemble(config: RunConfig, parts: UserParts | None = None) -> Assembly:
         frames_per_batch=config.collector.frames_per_batch,
         policy_device=device,
     )
-    algorithm = ALGORITHMS[config.algo](config)
+    algorithm = ALGORITHMS[config.algo](_with_replay_device(config))
     replay_buffer = algorithm.make_replay_buffer()
     try:
         trainer = algorithm.make_trainer(
@@ -122,6 +122,16 @@ def resolve_device(name: str) -> torch.device:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise ConfigError([f"device {name!r} can't be used here: {reason}"]) from None
     return device
+
+
+def _with_replay_device(config: RunConfig) -> RunConfig:
+    """Settings in which ``replay_buffer.device``, if there is one, names a device."""
+    buffer: Any = getattr(config, "replay_buffer", None)
+    if buffer is None:
+        return config
+    device = resolve_device(config.device if buffer.device == "auto" else buffer.device)
+    changes: Any = {"replay_buffer": replace(buffer, device=str(device))}
+    return replace(config, **changes)
 
 
 def resolve_compile(config: RunConfig, *, resumed: bool = False) -> tuple[RunConfig, str | None]:

@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 # How a run is executed and recorded. A name that ends with a dot is a whole section.
-_EXECUTION = ("device", "num_threads", "checkpoint.", "logger.")
+_EXECUTION = ("device", "num_threads", "replay_buffer.device", "checkpoint.", "logger.")
 # Settings that may be changed when a run is resumed.
 _CHANGEABLE = ("total_frames", *_EXECUTION, "eval.video")
 # Sections that may have settings of any name.

@@ -6,14 +6,22 @@ import functools
 import signal
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
+from torch.fx import GraphModule
+
+from minerva_torchrl.trainers.tracing import Backend, Origin, TracedFunction, kind_of
 
 __all__ = ["CompiledGradients", "Evaluation", "clip_gradients", "sum_of_losses", "why_not"]
+
+Groups = Sequence[tuple[Sequence[Tensor], float | None]]
+"""Parameters, with the largest joint norm of their gradient."""
+
+_COMPILATIONS = 16  # of one kind of batch, before somebody should know
 
 
 class Evaluation(NamedTuple):
@@ -30,9 +38,15 @@ class Evaluation(NamedTuple):
 class CompiledGradients:
     """Evaluates a loss, the gradients of the sum of its losses, and their clipping, compiled.
 
-    It has the eager update's mathematics and random numbers, traced once for each shape of a batch.
-    Optimisers step outside of it, so that learning rates, their states and checkpoints are as
-    without it.
+    It has the eager update's mathematics and random numbers. A loss is run once on a batch, and
+    the operations that it called, those of its backward pass included, are what is compiled
+    (``make_fx``): the compiler never sees Python or TensorDicts, and neither do later updates.
+    Parameters and buffers are read anew in each of them. Optimisers step outside, so that learning
+    rates, their states and checkpoints are as without it.
+
+    What a graph was made from is compared before it is used: shapes and types of the batch, plain
+    attributes of the loss and its networks, and which tensors they hold. Where they differ another
+    graph is made.
 
     Args:
         mode (str): mode of ``torch.compile``. Defaults to ``"default"``.
@@ -61,14 +75,16 @@ class CompiledGradients:
         self.backend = backend
         self.announce: Callable[[str], None] = lambda line: None
         """Is told when a compilation begins and ends."""
-        self._functions: dict[Any, Callable[[TensorDictBase], Evaluation]] = {}
+        self._graphs: dict[Any, _Graph] = {}
+        self._looked_at: set[Any] = set()
+        self._compilations: dict[Any, int] = {}
+
+    def begin_update(self) -> None:
+        """Look at the loss again: between the steps of one update nothing but values changes."""
+        self._looked_at.clear()
 
     def __call__(
-        self,
-        loss: nn.Module,
-        batch: TensorDictBase,
-        method: str | None,
-        groups: Sequence[tuple[Sequence[Tensor], float | None]],
+        self, loss: nn.Module, batch: TensorDictBase, method: str | None, groups: Groups
     ) -> Evaluation:
         """Losses, clipped gradients, and whether all are finite.
 
@@ -78,39 +94,78 @@ class CompiledGradients:
             method (str, optional): which method of the loss to call; by default ``forward``.
             groups (sequence): parameters, with the largest norm of their gradient.
         """
-        key = (id(loss), method, batch.shape, *((len(p), clip) for p, clip in groups))
-        start = time.perf_counter()
-        new = key not in self._functions
-        if new:
-            self.announce("compiling the update, which takes up to a minute")
-            call = loss if method is None else getattr(loss, method)
-            evaluate = functools.partial(_evaluate, call, [(list(p), clip) for p, clip in groups])
-            compile_: Any = torch.compile  # its annotations lack an argument
-            self._functions[key] = compile_(
-                evaluate,
-                fullgraph=True,
-                dynamic=False,
-                isolate_recompiles=True,
-                backend=self.backend,
-                options=self._options(),
-            )
-        torch.compiler.cudagraph_mark_step_begin()
-        undisturbed = _signals_wait() if new else nullcontext()
-        with torch._dynamo.config.patch(trace_autograd_ops=True), undisturbed:
-            result = self._functions[key](batch)
-        if new:
-            self.announce(f"compiled in {time.perf_counter() - start:.0f} s")
+        key = (id(loss), method, kind_of(batch), *((len(p), clip) for p, clip in groups))
+        graph = self._graphs.get(key)
+        if graph is None or (key not in self._looked_at and graph.origin.changed() is not None):
+            graph = self._graphs[key] = self._compile(key, loss, batch, method, groups)
+        self._looked_at.add(key)
         if self.mode == "default":
-            return result
+            return graph(batch)
+        torch.compiler.cudagraph_mark_step_begin()
+        result = graph(batch)
         # The next call writes where this one did.
         losses = {name: value.clone() for name, value in result.losses.items()}
         return Evaluation(losses, result.gradients, result.finite.clone())
 
-    def _options(self) -> dict[str, Any] | None:
+    def _compile(
+        self, key: Any, loss: nn.Module, batch: TensorDictBase, method: str | None, groups: Groups
+    ) -> _Graph:
+        self._compilations[key] = count = self._compilations.get(key, 0) + 1
+        if count > _COMPILATIONS:
+            changed = self._graphs[key].origin.changed()
+            raise RuntimeError(
+                f"{type(loss).__name__} would be compiled for the {count}th time, because "
+                f"{changed} changes from update to update. Make it a buffer, or don't compile."
+            )
+        self.announce("compiling the update, which takes up to a minute")
+        start = time.perf_counter()
+        with _signals_wait():
+            graph = _Graph(loss, batch, method, groups, self._compiled)
+        self.announce(f"compiled in {time.perf_counter() - start:.0f} s")
+        return graph
+
+    def _compiled(self, graph: GraphModule, inputs: list[Tensor]) -> Callable[..., Any]:
+        """A backend of ``torch.compile`` with its options."""
+        backend: Any = torch._dynamo.lookup_backend(self.backend)
         if self.backend != "inductor":
-            return None
-        of_mode = {} if self.mode == "default" else torch._inductor.list_mode_options(self.mode)
-        return {**of_mode, "fallback_random": True}  # the draws of the eager update
+            return backend(graph, inputs)
+        from torch._inductor import config, list_mode_options
+
+        # Random numbers are the draws of the eager update.
+        with config.patch({**list_mode_options(self.mode), "fallback_random": True}):
+            return backend(graph, inputs)
+
+
+class _Graph:
+    """A compiled evaluation of a loss, for batches of one kind."""
+
+    def __init__(
+        self,
+        loss: nn.Module,
+        batch: TensorDictBase,
+        method: str | None,
+        groups: Groups,
+        backend: Backend,
+    ) -> None:
+        call = loss if method is None else getattr(loss, method)
+        self._names: list[str] = []
+        self._has_gradient: list[bool] = []
+
+        def evaluate(data: TensorDictBase) -> list[Tensor]:
+            losses, gradients, finite = _evaluate(call, groups, data)
+            self._names = list(losses)
+            self._has_gradient = [gradient is not None for gradient in gradients]
+            return [finite, *losses.values(), *(x for x in gradients if x is not None)]
+
+        self._function = TracedFunction(loss, evaluate, batch, backend)
+        self.origin = Origin(loss)
+
+    def __call__(self, batch: TensorDictBase) -> Evaluation:
+        finite, *outputs = self._function(batch)
+        losses = dict(zip(self._names, outputs, strict=False))
+        present = iter(outputs[len(losses) :])
+        gradients = [next(present) if has_gradient else None for has_gradient in self._has_gradient]
+        return Evaluation(losses, gradients, finite)
 
 
 @contextmanager
@@ -125,7 +180,7 @@ def _signals_wait() -> Iterator[None]:
 
 def _evaluate(
     call: Callable[[TensorDictBase], TensorDictBase],
-    groups: list[tuple[list[Tensor], float | None]],
+    groups: Groups,
     batch: TensorDictBase,
 ) -> Evaluation:
     """What is traced."""
@@ -163,8 +218,6 @@ def why_not(device: str) -> str | None:
     Args:
         device (str): type of the device that they run on, such as ``"cpu"``.
     """
-    if not hasattr(torch._dynamo.config, "trace_autograd_ops"):
-        return f"torch {torch.__version__} can't trace a backward pass"
     if device != "cpu":
         from torch.utils._triton import has_triton
 

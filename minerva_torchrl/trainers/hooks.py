@@ -28,6 +28,7 @@ __all__ = [
     "make_target_updater",
     "refuse_random_frames",
     "run_first",
+    "to_device",
     "weights_to_collector",
 ]
 
@@ -97,6 +98,19 @@ def make_target_updater(
         return SeparateHardUpdate(loss, period=period, actor_period=actor_period)
     # HardUpdate(n) copies at every call n + 1.
     return HardUpdate(loss, value_network_update_interval=period - 1)
+
+
+def to_device(batch: TensorDictBase, device: torch.device | str) -> TensorDictBase:
+    """A batch on a device. Nobody waits while it is copied from the host's memory to a GPU.
+
+    Args:
+        batch (TensorDictBase): the batch.
+        device (torch.device): the device.
+    """
+    on_host = all(entry.device.type == "cpu" for entry in batch.values(True, True))
+    if on_host and torch.device(device).type == "cuda":
+        return batch.pin_memory().to(device, non_blocking=True)
+    return batch.to(device)
 
 
 def refuse_random_frames(collector: BaseCollector) -> None:
@@ -375,7 +389,7 @@ class ReplayMemory(TrainerHookBase):
         sample = self.replay_buffer.sample()
         if self.sequence_length > 1 and sample.ndim == 1:
             sample = sample.reshape(-1, self.sequence_length)
-        return sample if self.device is None else sample.to(self.device)
+        return sample if self.device is None else to_device(sample, self.device)
 
     def state_dict(self) -> dict[str, Any]:
         """The steps that wait for their n-step transition; the buffer has a state of its own."""

@@ -23,6 +23,7 @@ from minerva_torchrl.trainers.annealing import register_lr_scheduler
 from minerva_torchrl.trainers.hooks import (
     FiniteBatches,
     refuse_random_frames,
+    to_device,
     weights_to_collector,
 )
 from minerva_torchrl.trainers.stepping import GuardedStepper, Learner
@@ -295,7 +296,7 @@ def make_ppo_trainer(
     device = next(loss_module.parameters()).device
 
     def with_advantage(rollout: TensorDictBase) -> TensorDictBase:
-        return estimate_advantage(loss_module, rollout.to(device))
+        return estimate_advantage(loss_module, to_device(rollout, device))
 
     trainer.register_op("batch_process", with_advantage)
     if lr_scheduler is not None:

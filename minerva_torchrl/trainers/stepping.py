@@ -112,6 +112,8 @@ class GuardedStepper(OptimizationStepper):
         return self._measured_update(LocalLearner(loss), tensordict)
 
     def _measured_update(self, learner: Learner, batch: TensorDictBase) -> TensorDict:
+        if self.compiled is not None:
+            self.compiled.begin_update()
         if not self.reports_param_delta:
             return self._update(learner, batch)
         actor: Any = learner.loss_module.actor_network_params
@@ -207,7 +209,7 @@ class GuardedStepper(OptimizationStepper):
         if not fused:
             optimizer.step()
         elif _is_plain_adam(optimizer):
-            _step_adam(optimizer, (~taken).float())
+            _step_adam(optimizer, taken)
         else:  # what gradient scalers use: the flag is read on the device
             optimizer.found_inf = (~taken).float()
             optimizer.step()
@@ -359,18 +361,20 @@ def _is_plain_adam(optimizer: Optimizer) -> bool:
 
 
 @torch.no_grad()
-def _step_adam(optimizer: Optimizer, left_out: Tensor) -> None:
-    """``step()`` of a plain fused Adam, unless a 0-d flag of zero or one says otherwise.
+def _step_adam(optimizer: Optimizer, taken: Tensor) -> None:
+    """``step()`` of a plain fused Adam, if a 0-d flag is true.
 
     What ``step()`` does around the kernel takes longer than the kernel for a small network.
     """
+    counted = taken.float()
+    left_out = 1 - counted
     for group in optimizer.param_groups:
         parameters = [parameter for parameter in group["params"] if parameter.grad is not None]
         if not parameters:
             continue
         states = [optimizer.state[parameter] for parameter in parameters]
         steps = [state["step"] for state in states]
-        torch._foreach_add_(steps, 1)
+        torch._foreach_add_(steps, [counted] * len(steps))
         torch._fused_adam_(
             parameters,
             [parameter.grad for parameter in parameters],
@@ -387,7 +391,6 @@ def _step_adam(optimizer: Optimizer, left_out: Tensor) -> None:
             maximize=False,
             found_inf=left_out,
         )
-        torch._foreach_sub_(steps, [left_out] * len(steps))
 
 
 def scale_of_lr(scaling: LRScaling | None, num_policy_steps: int) -> float:

@@ -21,6 +21,7 @@ from minerva_torchrl.trainers.annealing import register_lr_scheduler
 from minerva_torchrl.trainers.hooks import (
     FiniteBatches,
     refuse_random_frames,
+    to_device,
     weights_to_collector,
 )
 from minerva_torchrl.trainers.stepping import (
@@ -331,4 +332,4 @@ class VMPOTrainer(Trainer):
         self.register_op("post_steps", weights_to_collector(self))
 
     def _to_device(self, batch: TensorDictBase) -> TensorDictBase:
-        return batch.to(self._device)
+        return to_device(batch, self._device)

@@ -16,8 +16,10 @@ from minerva_torchrl.runs import (
     load_config,
     parse_config,
 )
+from minerva_torchrl.runs.assemble import assemble
 from minerva_torchrl.runs.folder import plain_settings
 from minerva_torchrl.runs.run import Run
+from minerva_torchrl.runs.settings import affects_learning
 from tests.runs.tiny import content, make_run, nested, tiny_config
 
 # Names and types ---------------------------------------------------------------------------------
@@ -356,6 +358,7 @@ def test_folders_without_settings_of_a_run(text: str | None, message: str, tmp_p
             "network.policy=full_covariance does not fit a task whose actions are discrete",
         ),
         ("mpo", {"device": "nonsense"}, "device 'nonsense' can't be used here: "),
+        ("mpo", {"replay_buffer.device": "nonsense"}, "device 'nonsense' can't be used here: "),
     ],
 )
 def test_runs_that_cannot_be_built(
@@ -364,6 +367,14 @@ def test_runs_that_cannot_be_built(
     with pytest.raises(ConfigError, match=message):
         make_run(tiny_config(kind, **changes), tmp_path / "a" / "run")
     assert content(tmp_path) == {}
+
+
+@pytest.mark.parametrize("name", ["cpu", "auto"])
+def test_replay_is_where_it_should_be(name: str) -> None:
+    config = tiny_config("mpo", device="cpu", **{"replay_buffer.device": name})
+    assert assemble(config).replay_buffer.storage.device == torch.device("cpu")
+    assert not affects_learning("replay_buffer.device")
+    assert affects_learning("replay_buffer.size")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

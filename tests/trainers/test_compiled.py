@@ -160,7 +160,7 @@ def test_adam_is_that_of_torch(weight_decay: float) -> None:
         if i == 0:
             optimizers[0].step()
         else:
-            _step_adam(optimizers[0], left_out)
+            _step_adam(optimizers[0], left_out == 0)
         optimizers[1].found_inf = left_out
         optimizers[1].step()
         del optimizers[1].found_inf

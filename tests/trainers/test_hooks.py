@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from tensordict import TensorDict
 from torchrl.objectives import HardUpdate, SoftUpdate
 
 from minerva_torchrl.trainers import make_target_updater
-from minerva_torchrl.trainers.hooks import FiniteBatches, ReplayMemory
+from minerva_torchrl.trainers.hooks import FiniteBatches, ReplayMemory, to_device
 from tests.envs.scripted import save_and_load
 from tests.trainers.problem import (
     Problem,
@@ -209,6 +210,17 @@ class TestReplay:
         memory = ReplayMemory(make_buffer(batch_size=12, slice_len=3), sequence_length=3)
         memory.extend(numbered_steps(ENDED))
         assert memory.sample().shape == (4, 3)
+
+    def test_from_the_host_to_a_gpu_through_pinned_memory(self) -> None:
+        """Without a GPU: which calls it takes."""
+        host, elsewhere = MagicMock(), MagicMock()
+        host.values.return_value = [torch.ones(1), torch.ones(1)]
+        elsewhere.values.return_value = [torch.ones(1), torch.ones(1, device="meta")]
+        assert to_device(host, "cuda") is host.pin_memory().to.return_value
+        host.pin_memory().to.assert_called_once_with("cuda", non_blocking=True)
+        assert to_device(elsewhere, "cuda") is elsewhere.to.return_value
+        assert to_device(host, "cpu") is host.to.return_value
+        elsewhere.pin_memory.assert_not_called()
 
     @pytest.mark.parametrize(
         ("name", "value", "error"),
