@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeVar
 
 from tensordict.nn import ProbabilisticTensorDictSequential
@@ -12,22 +12,21 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 from torchrl.data import OneHot
 from torchrl.envs import EnvBase
-from torchrl.modules import OneHotCategorical, ProbabilisticActor
 
-from minerva_torchrl.algorithms.common import (
-    Algorithm,
-    gaussian_actor,
-    gaussian_policy,
-    mlp,
-    single_specs,
-)
+from minerva_torchrl.algorithms.common import Algorithm, mlp, single_specs
 from minerva_torchrl.algorithms.config import (
     CollectorConfig,
     EnvConfig,
     NetworkConfig,
     RunConfig,
 )
-from minerva_torchrl.modules import DirectModule, GaussianPolicy, StateIndependentScale
+from minerva_torchrl.algorithms.family import make_policy
+from minerva_torchrl.modules import (
+    DirectModule,
+    GaussianPolicy,
+    PartedPolicy,
+    StateIndependentScale,
+)
 from minerva_torchrl.modules.init import Initializer
 from minerva_torchrl.modules.networks import Activation
 from minerva_torchrl.trainers import linear_lr_annealing
@@ -90,22 +89,13 @@ class OnPolicyAlgorithm(Algorithm[Config]):
     """An algorithm with a policy and a state-value critic, for continuous or discrete actions."""
 
     def make_networks(self, env: EnvBase) -> tuple[ProbabilisticTensorDictSequential, DirectModule]:
-        """A Gaussian or categorical policy, and a critic of states."""
+        """The policy of the task's actions, and a critic of states."""
         obs_dim, action_spec = single_specs(env)
         network, sizes = self.config.network, self.config.network.critic_sizes
-        if isinstance(action_spec, OneHot):
-            num_actions = action_spec.shape[-1]
-            policy: nn.Module = mlp(obs_dim, network.actor_sizes, num_actions, "loc", network)
-            actor = ProbabilisticActor(
-                DirectModule(policy, in_keys=["observation"], out_keys=["logits"]),
-                in_keys=["logits"],
-                spec=action_spec,
-                distribution_class=OneHotCategorical,
-                return_log_prob=True,
-            )
-        else:
-            policy = gaussian_policy(obs_dim, action_spec, network)
-            actor = gaussian_actor(policy, action_spec, network.policy)
+        if isinstance(action_spec, OneHot):  # what presets say is for continuous actions
+            network = replace(network, policy="gaussian")
+        actor = make_policy(obs_dim, action_spec, network)
+        policy = actor.module[0].module
         torso = None
         if network.shared:
             torso, sizes = _torso(policy, network), network.actor_sizes
@@ -124,7 +114,7 @@ class OnPolicyAlgorithm(Algorithm[Config]):
 
 def _torso(policy: Any, network: OnPolicyNetworkConfig) -> nn.Module:
     """The hidden layers of a policy."""
-    if isinstance(policy, GaussianPolicy):
+    if isinstance(policy, (GaussianPolicy, PartedPolicy)):
         return policy.torso
     layers: Any = policy.loc_network if isinstance(policy, StateIndependentScale) else policy
     num_layers = 2 * len(network.actor_sizes) + network.layer_norm

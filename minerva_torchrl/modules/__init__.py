@@ -10,6 +10,7 @@ from minerva_torchrl.modules.networks import (
     CholeskyPolicy,
     ControlTorso,
     GaussianPolicy,
+    PartedPolicy,
     StateActionCritic,
     TanhInterval,
 )
@@ -27,6 +28,7 @@ __all__ = [
     "DirectClipPPOLoss",
     "DirectModule",
     "GaussianPolicy",
+    "PartedPolicy",
     "PopArtClipPPOLoss",
     "PopArtHead",
     "PopArtVMPOLoss",

@@ -36,6 +36,11 @@ from minerva_torchrl.objectives.critics import (
     make_ensemble,
 )
 from minerva_torchrl.objectives.goals import CostLimit, Objective
+from minerva_torchrl.objectives.log_probs import (
+    joint_log_prob,
+    joint_log_prob_key,
+    log_prob_keys,
+)
 from minerva_torchrl.objectives.policies import Categorical, policy_family
 from minerva_torchrl.objectives.specs import (
     action_place,
@@ -159,7 +164,7 @@ class OffPolicyLoss(DualLossModule):
         if separate_losses:
             self._detach_shared_layers()
         self._make_vmap()
-        self.set_keys(action=action_key, log_prob=actor_network.log_prob_keys[0])
+        self.set_keys(action=action_key, log_prob=joint_log_prob_key(actor_network))
         written = self.qvalue_network.out_keys
         reads_action = reads(self.qvalue_network.in_keys, action_key)
         self._check_critic(reads_action, written)
@@ -244,8 +249,13 @@ class OffPolicyLoss(DualLossModule):
         in_keys += [("next", key) for key in (*states, keys.reward, keys.done, keys.terminated)]
         in_keys += [("next", key) for key in self.reward_keys[1:]]
         if self._corrects_off_policy and keys.log_prob in self.value_estimator.in_keys:
-            in_keys.append(keys.log_prob)
+            in_keys += self._log_prob_keys
         self._in_keys = [unravel_key(key) for key in in_keys]
+
+    @property
+    def _log_prob_keys(self) -> list[NestedKey]:
+        """Entries whose sum is the log-probability of the stored action."""
+        return log_prob_keys(self.actor_network, self.tensor_keys.log_prob)  # type: ignore[arg-type]
 
     @property
     def _state_keys(self) -> list[NestedKey]:
@@ -312,9 +322,9 @@ class OffPolicyLoss(DualLossModule):
         return data
 
     def _check_input(self, tensordict: TensorDictBase) -> None:
-        log_prob = self.tensor_keys.log_prob
-        if log_prob in self.in_keys and tensordict.get(log_prob, None) is None:
-            raise ValueError(missing_log_prob(log_prob))
+        for log_prob in self._log_prob_keys:
+            if log_prob in self.in_keys and tensordict.get(log_prob, None) is None:
+                raise ValueError(missing_log_prob(log_prob))
         self._check_keys(tensordict, self.in_keys)
         if tensordict.ndim < 1:
             raise ValueError("The data must have at least one batch dimension, got none.")
@@ -402,6 +412,9 @@ class OffPolicyLoss(DualLossModule):
             action = tensordict.get(self.tensor_keys.action)
             dist = self._dist(tensordict, self.target_actor_network_params)
             log_pi = self.policy.log_prob(dist, action)
+            if len(self._log_prob_keys) > 1 and self._log_prob_keys[0] in self.in_keys:
+                log_mu = joint_log_prob(tensordict, self._log_prob_keys)
+                tensordict = tensordict.copy().set(self.tensor_keys.log_prob, log_mu)
             for name, value in self._target_values(tensordict, action).items():
                 given[name] = {"log_pi": log_pi, "state_action_value": value[0].unsqueeze(-1)}
         targets = [

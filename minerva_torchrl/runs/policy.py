@@ -21,7 +21,8 @@ from torchrl.data import OneHot
 from torchrl.envs import TransformedEnv
 
 from minerva_torchrl.envs import RunningObservationNorm
-from minerva_torchrl.envs.batched import BoxActions, ObservationLayout
+from minerva_torchrl.envs.actions import BoxActions
+from minerva_torchrl.envs.batched import ObservationLayout
 
 __all__ = ["DeployedPolicy", "flatten_observation"]
 
