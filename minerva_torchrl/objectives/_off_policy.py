@@ -44,6 +44,7 @@ from minerva_torchrl.objectives.log_probs import (
 from minerva_torchrl.objectives.policies import Categorical, policy_family
 from minerva_torchrl.objectives.specs import (
     action_place,
+    is_inside,
     reads,
     resolve_action_spec,
 )
@@ -248,14 +249,16 @@ class OffPolicyLoss(DualLossModule):
         in_keys = [*states, keys.action]
         in_keys += [("next", key) for key in (*states, keys.reward, keys.done, keys.terminated)]
         in_keys += [("next", key) for key in self.reward_keys[1:]]
-        if self._corrects_off_policy and keys.log_prob in self.value_estimator.in_keys:
-            in_keys += self._log_prob_keys
+        # Those of parts are beside the parts, and come with the action.
+        in_keys += [key for key in self._log_prob_keys if not is_inside(key, keys.action)]
         self._in_keys = [unravel_key(key) for key in in_keys]
 
     @property
     def _log_prob_keys(self) -> list[NestedKey]:
-        """Entries whose sum is the log-probability of the stored action."""
-        return log_prob_keys(self.actor_network, self.tensor_keys.log_prob)  # type: ignore[arg-type]
+        """Entries whose sum is the log-probability of the stored action, if it is needed."""
+        key: Any = self.tensor_keys.log_prob
+        needed = self._corrects_off_policy and key in self.value_estimator.in_keys
+        return log_prob_keys(self.actor_network, key) if needed else []
 
     @property
     def _state_keys(self) -> list[NestedKey]:
@@ -323,7 +326,7 @@ class OffPolicyLoss(DualLossModule):
 
     def _check_input(self, tensordict: TensorDictBase) -> None:
         for log_prob in self._log_prob_keys:
-            if log_prob in self.in_keys and tensordict.get(log_prob, None) is None:
+            if tensordict.get(log_prob, None) is None:
                 raise ValueError(missing_log_prob(log_prob))
         self._check_keys(tensordict, self.in_keys)
         if tensordict.ndim < 1:
@@ -412,7 +415,7 @@ class OffPolicyLoss(DualLossModule):
             action = tensordict.get(self.tensor_keys.action)
             dist = self._dist(tensordict, self.target_actor_network_params)
             log_pi = self.policy.log_prob(dist, action)
-            if len(self._log_prob_keys) > 1 and self._log_prob_keys[0] in self.in_keys:
+            if len(self._log_prob_keys) > 1:
                 log_mu = joint_log_prob(tensordict, self._log_prob_keys)
                 tensordict = tensordict.copy().set(self.tensor_keys.log_prob, log_mu)
             for name, value in self._target_values(tensordict, action).items():
