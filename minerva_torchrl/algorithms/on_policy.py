@@ -20,7 +20,7 @@ from minerva_torchrl.algorithms.config import (
     NetworkConfig,
     RunConfig,
 )
-from minerva_torchrl.algorithms.family import make_policy
+from minerva_torchrl.algorithms.family import make_critic, make_policy
 from minerva_torchrl.modules import (
     DirectModule,
     GaussianPolicy,
@@ -29,6 +29,7 @@ from minerva_torchrl.modules import (
 )
 from minerva_torchrl.modules.init import Initializer
 from minerva_torchrl.modules.networks import Activation
+from minerva_torchrl.objectives.critics import Critic
 from minerva_torchrl.trainers import linear_lr_annealing
 
 __all__ = ["OnPolicyAlgorithm", "OnPolicyConfig", "OnPolicyEnvConfig", "OnPolicyNetworkConfig"]
@@ -62,6 +63,10 @@ class OnPolicyNetworkConfig(NetworkConfig):
     init_scale: float = 0.4
     """Much larger, and most actions would be cut off at their bounds."""
     min_scale: float = 1e-8
+    critic: Literal["scalar", "two_hot", "hl_gauss"] = "scalar"
+    """What the critic predicts: the value, or probabilities of bins around it."""
+    critic_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Arguments of that critic, as in ``network.critic_kwargs.v_max=100``."""
     shared: bool = False
     """Whether policy and critic have the same hidden layers, those of ``actor_sizes``."""
 
@@ -80,6 +85,26 @@ class OnPolicyConfig(RunConfig):
         gamma = self.env.reward_scaling_gamma
         if gamma is not None and not 0 <= gamma <= 1:
             yield f"env.reward_scaling_gamma must be between 0 and 1, or null; got {gamma}."
+        yield from self._problems_with_critic()
+
+    def _problems_with_critic(self) -> Iterator[str]:
+        kind, loss = self.network.critic, self.loss
+        try:
+            make_critic(kind, self.network.critic_kwargs)
+        except ValueError as error:
+            yield f"network.critic_kwargs: {error}"
+        clip_value = getattr(loss, "clip_value", None)
+        if kind != "scalar" and clip_value:
+            off = "false" if clip_value is True else "null"
+            yield (
+                f"network.critic={kind} needs loss.clip_value={off}: only a scalar value can be "
+                f"clipped; got {clip_value}."
+            )
+        error_of_scalar = getattr(loss, "loss_critic_type", "l2")
+        if kind != "scalar" and error_of_scalar != "l2":
+            yield (
+                f"loss.loss_critic_type={error_of_scalar} is for network.critic=scalar, got {kind}."
+            )
 
 
 Config = TypeVar("Config", bound=OnPolicyConfig)
@@ -99,8 +124,13 @@ class OnPolicyAlgorithm(Algorithm[Config]):
         torso = None
         if network.shared:
             torso, sizes = _torso(policy, network), network.actor_sizes
-        value = mlp(obs_dim, sizes, 1, "value", network, torso=torso)
+        width = self.make_critic().width
+        value = mlp(obs_dim, sizes, width, "value", network, torso=torso)
         return actor, DirectModule(value, in_keys=["observation"], out_keys=["state_value"])
+
+    def make_critic(self) -> Critic:
+        """What the outputs of the critic's network mean."""
+        return make_critic(self.config.network.critic, self.config.network.critic_kwargs)
 
     def annealing(self, optimizer: Optimizer) -> LambdaLR:
         """Learning rates that fall to zero with the last rollout.

@@ -15,7 +15,7 @@ from torchrl.trainers import Trainer
 from minerva_torchrl.algorithms.common import Preset, make_optimizer, single_specs
 from minerva_torchrl.algorithms.config import LossConfig, OptimConfig, arguments_of, out_of_range
 from minerva_torchrl.algorithms.on_policy import OnPolicyAlgorithm, OnPolicyConfig
-from minerva_torchrl.modules import DirectClipPPOLoss, DirectModule
+from minerva_torchrl.modules import BinnedClipPPOLoss, DirectClipPPOLoss, DirectModule
 from minerva_torchrl.objectives import make_ppo_loss
 from minerva_torchrl.trainers import PPOOptimizationStepper, make_ppo_trainer
 
@@ -131,7 +131,10 @@ class PPO(OnPolicyAlgorithm[PPOConfig]):
 
     def make_loss(self, actor: ProbabilisticTensorDictSequential, critic: Any) -> ClipPPOLoss:
         """The loss, with generalised advantages."""
-        return make_ppo_loss(actor, critic, **vars(self.config.loss), loss_class=DirectClipPPOLoss)
+        arguments: dict[str, Any] = {"loss_class": DirectClipPPOLoss}
+        if self.config.network.critic != "scalar":
+            arguments = {"loss_class": BinnedClipPPOLoss, "critic": self.make_critic()}
+        return make_ppo_loss(actor, critic, **vars(self.config.loss), **arguments)
 
     def make_trainer(self, loss: ClipPPOLoss, replay_buffer: None, **arguments: Any) -> Trainer:
         """The trainer, with one optimiser for both networks."""

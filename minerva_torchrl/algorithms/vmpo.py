@@ -227,6 +227,8 @@ class VMPO(OnPolicyAlgorithm[VMPOConfig]):
         arguments = dict(vars(self.config.loss))
         gamma, lmbda, estimator = (arguments.pop(k) for k in ("gamma", "lmbda", "value_estimator"))
         del arguments["restarting_weights"], arguments["importance_weights"]
+        if self.config.network.critic != "scalar":
+            arguments["critic"] = self.make_critic()
         loss = VMPOLoss(actor, critic, **arguments)
         trace = {"lmbda": lmbda} if estimator == "gae" else {}
         return loss.make_value_estimator(estimator, gamma=gamma, **trace)

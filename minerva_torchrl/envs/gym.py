@@ -17,7 +17,6 @@ import torch
 from gymnasium import spaces
 from gymnasium.envs import classic_control
 from gymnasium.wrappers import OrderEnforcing, TimeLimit
-from numpy.typing import NDArray
 from torchrl.envs import EnvBase
 
 from minerva_torchrl.envs._mujoco import get_physics_state, set_physics_state
@@ -57,8 +56,8 @@ class GymnasiumEnv(BatchedEnv):
     parts have an entry for each: ``("action", "arm")`` for the key ``"arm"`` of a ``Dict``,
     ``("action", "0")`` for the first part of a ``Tuple``, ``MultiDiscrete`` or ``MultiBinary``,
     and ``("action", "arm_0")`` for the first part of what has the key ``"arm"``.
-    Ends are terminated or truncated as Gymnasium says. Every copy starts its next episode on its own, and every transition
-    is a real one.
+    Ends are terminated or truncated as Gymnasium says. Every copy starts its next episode on its
+    own, and every transition is a real one.
 
     The generators of the copies are part of ``state_dict``. For Gymnasium's own MuJoCo and classic
     control environments the state of the simulators is, too: an environment that loads it goes on

@@ -41,7 +41,7 @@ from minerva_torchrl.objectives.log_probs import (
     joint_log_prob_key,
     log_prob_keys,
 )
-from minerva_torchrl.objectives.policies import Categorical, policy_family
+from minerva_torchrl.objectives.policies import policy_family
 from minerva_torchrl.objectives.specs import (
     action_place,
     is_inside,
@@ -108,6 +108,7 @@ class OffPolicyLoss(DualLossModule):
         num_qvalue_nets: int,
         qvalue_reduction: Literal["min", "mean"],
         action_spec: TensorSpec | None,
+        clip_critic_actions: bool,
         per_dim_constraining: bool | None,
         sequence_steps: Literal["all", "first"],
         delay_actor: bool,
@@ -133,6 +134,7 @@ class OffPolicyLoss(DualLossModule):
         self.per_dim_constraining = any(shape for _, shape in policy.constraint_kinds().values())
         self.qvalue_reduction = qvalue_reduction
         self.sequence_steps = sequence_steps
+        self.clip_critic_actions = clip_critic_actions
         self.delay_actor = delay_actor
         self.delay_qvalue = delay_qvalue
         self.separate_losses = separate_losses
@@ -190,7 +192,7 @@ class OffPolicyLoss(DualLossModule):
 
     def _check_critic(self, reads_action: bool, written: list[NestedKey]) -> None:
         """Raise if a critic can't tell actions apart."""
-        keys, discrete = self.tensor_keys, isinstance(self.policy, Categorical)
+        keys, discrete = self.tensor_keys, self.policy.enumerates
         of_states = {keys.value, keys.state_action_value} & {*written}
         of_actions = keys.action_value in written or not of_states
         if reads_action or (discrete and of_actions):
@@ -376,6 +378,10 @@ class OffPolicyLoss(DualLossModule):
                     values = network(inputs).get(key).unsqueeze(0)
         return full_precision(values)
 
+    def _seen(self, action: Any) -> Any:
+        """Actions as the critic sees them."""
+        return self.policy.clip(action) if self.clip_critic_actions else action
+
     def _critic_inputs(self, states: TensorDictBase) -> TensorDictBase:
         return states.select(*self._critic_state_keys)
 
@@ -388,7 +394,7 @@ class OffPolicyLoss(DualLossModule):
         """
         evaluate = partial(self._evaluate, params=self.target_qvalue_network_params)
         score = self._critic.of_candidates if candidates else self._critic.of_action
-        outputs = score(evaluate, self._critic_inputs(states), self.policy.clip(action))
+        outputs = score(evaluate, self._critic_inputs(states), self._seen(action))
         outputs = outputs if candidates else outputs.unsqueeze(1)
         return {
             name: critic.select(outputs[..., i, :], self.qvalue_reduction)
@@ -401,7 +407,7 @@ class OffPolicyLoss(DualLossModule):
     def _online_outputs(self, states: TensorDictBase) -> Tensor:
         """What all critics write for the stored actions, ``[K, *B, objectives, P]``."""
         evaluate = partial(self._evaluate, params=self.qvalue_network_params)
-        action = self.policy.clip(states.get(self.tensor_keys.action))
+        action = self._seen(states.get(self.tensor_keys.action))
         return self._critic.of_action(evaluate, self._critic_inputs(states), action)
 
     @torch.no_grad()

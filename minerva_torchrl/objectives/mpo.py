@@ -119,6 +119,8 @@ class MPOLoss(OffPolicyLoss):
             ``Objective`` or a ``CostLimit``. The critic's network writes the outputs of all values
             side by side, and the reward is a vector ``[*B, K]``, each with the return first.
         action_spec (TensorSpec, optional): spec of the action. Defaults to the actor's own.
+        clip_critic_actions (bool): let the critic see actions within their bounds, as the
+            environment carries them out, and not as they were drawn. Defaults to ``True``.
         delay_actor (bool): keep a target policy. Defaults to ``True``.
         delay_qvalue (bool): keep a target critic. Defaults to ``True``.
         separate_losses (bool): keep the critic's gradient out of parameters shared with the actor.
@@ -215,6 +217,7 @@ class MPOLoss(OffPolicyLoss):
         critic_coeff: float = 1.0,
         objectives: Mapping[str, float | Objective | CostLimit] | None = None,
         action_spec: TensorSpec | None = None,
+        clip_critic_actions: bool = True,
         delay_actor: bool = True,
         delay_qvalue: bool = True,
         separate_losses: bool = False,
@@ -238,6 +241,7 @@ class MPOLoss(OffPolicyLoss):
             num_qvalue_nets=num_qvalue_nets,
             qvalue_reduction=qvalue_reduction,
             action_spec=action_spec,
+            clip_critic_actions=clip_critic_actions,
             per_dim_constraining=per_dim_constraining,
             sequence_steps=sequence_steps,
             delay_actor=delay_actor,

@@ -120,8 +120,8 @@ class DeployedPolicy(nn.Module):
                 random generator. Defaults to ``True``.
 
         Returns:
-            Array ``[*B, *A]``, or integers ``[*B]`` if actions are discrete; a dict or tuple of such
-            if they have parts.
+            Array ``[*B, *A]``, or integers ``[*B]`` if actions are discrete; a dict or tuple of
+            such if they have parts.
         """
         flat = flatten_observation(observation, self.observation_layout)
         rows = torch.from_numpy(flat.reshape(-1, self.observation_size))
@@ -146,8 +146,8 @@ class DeployedPolicy(nn.Module):
         ``.pt2`` is read by :func:`torch.export.load`, ``.onnx`` by ONNX runtimes. Both take one
         input, ``observation`` (float32 ``[N, O]`` with any ``N``), and give one output, ``action``,
         as :meth:`forward` does; for an action of several parts a ``.onnx`` gives one output each,
-        ``action_arm`` and so on, in their order. The entries of a dict follow each other in the order in which the
-        environment gives them.
+        ``action_arm`` and so on, in their order. The entries of an observation that is a dict
+        follow each other in the order in which the environment gives them.
 
         Args:
             path (Path or str): where to, with the ending ``.pt2`` or ``.onnx``. Missing folders are

@@ -341,7 +341,9 @@ def _check_memory(assembly: Assembly, state: Any) -> None:
     check_like(state["gaps"], 0, "training.hooks.replay_memory.gaps")
     if state.get("waiting") is not None:
         rows = state["batch_size"][0]
-        check_rows(state["waiting"], "training.hooks.replay_memory", rows=rows, names=_stored(assembly))
+        check_rows(
+            state["waiting"], "training.hooks.replay_memory", rows=rows, names=_stored(assembly)
+        )
 
 
 def _restore_model(loss: LossModule, env: TransformedEnv, state: Mapping[str, Any]) -> None:
