@@ -34,6 +34,7 @@ from minerva_torchrl.objectives.critics import (
     SingleActionCritic,
     check_width,
     make_ensemble,
+    side_by_side,
 )
 from minerva_torchrl.objectives.goals import CostLimit, Objective
 from minerva_torchrl.objectives.log_probs import (
@@ -151,6 +152,7 @@ class OffPolicyLoss(DualLossModule):
         copies: list[Critic] = [critic, *(deepcopy(critic) for _ in objectives)]
         self.critics = nn.ModuleList(copies).to(self._default_device)
         of_actor = list(actor_network.parameters())
+        qvalue_network = side_by_side(qvalue_network, list(self.objectives), critic.width)
         critics = make_ensemble(qvalue_network, num_qvalue_nets, of_actor)
         what = f"{len(copies)} x {critic.width} of a {type(critic).__name__}"
         check_width(critics, "qvalue_network", len(copies) * critic.width, what)

@@ -70,7 +70,9 @@ class MPOLoss(OffPolicyLoss):
         qvalue_network (TensorDictModule or list of TensorDictModule): critic, reading observation
             and action and writing ``state_action_value`` ``[*B, 1]``. For discrete actions it may
             read the observation alone and write the values of all actions, ``action_value``
-            ``[*B, A]``. A list makes an ensemble.
+            ``[*B, A]``. A list makes an ensemble. With ``objectives``, a mapping (or a list of
+            mappings) may have a network for each, ``{"value": ..., "energy": ...}``, with the
+            return's as ``"value"``.
 
     Keyword Args:
         num_qvalue_nets (int): size of the ensemble made from a single ``qvalue_network``: the first
@@ -117,7 +119,8 @@ class MPOLoss(OffPolicyLoss):
         critic_coeff (float): weight of the critic's loss. Defaults to ``1``.
         objectives (mapping, optional): by name, objectives beside the return: a bound, an
             ``Objective`` or a ``CostLimit``. The critic's network writes the outputs of all values
-            side by side, and the reward is a vector ``[*B, K]``, each with the return first.
+            side by side (unless each has a network of its own), and the reward is a vector
+            ``[*B, K]``, each with the return first.
         action_spec (TensorSpec, optional): spec of the action. Defaults to the actor's own.
         clip_critic_actions (bool): let the critic see actions within their bounds, as the
             environment carries them out, and not as they were drawn. Defaults to ``True``.
