@@ -32,6 +32,7 @@ from minerva_torchrl.objectives.specs import action_bounds
 __all__ = [
     "Algorithm",
     "Preset",
+    "action_bounds_for",
     "gaussian_actor",
     "gaussian_policy",
     "make_optimizer",
@@ -126,12 +127,12 @@ class Algorithm(ABC, Generic[Config]):
 
 
 def single_specs(env: EnvBase) -> tuple[int, TensorSpec]:
-    """Size of an observation, and the spec of a single action.
+    """Size of an observation, and the spec of a single action, a ``Composite`` if it has parts.
 
     Args:
         env (EnvBase): with any batch size.
     """
-    spec = env.action_spec
+    spec = env.full_action_spec["action"]
     for _ in env.batch_size:
         spec = spec[0]
     return env.observation_spec["observation"].shape[-1], spec
@@ -186,7 +187,7 @@ def gaussian_policy(obs_dim: int, action_spec: TensorSpec, network: NetworkConfi
     """
     action_dim, bound = action_spec.shape[-1], None
     if network.tanh_mean:
-        bound = TanhInterval(*_bounds("network.tanh_mean=true", action_spec))
+        bound = TanhInterval(*action_bounds_for("network.tanh_mean=true", action_spec))
     scales = {name: getattr(network, name) for name in ("init_scale", "min_scale", "max_scale")}
     if network.scale != "free":
         return GaussianPolicy(
@@ -217,7 +218,7 @@ def gaussian_actor(
     """
     distribution: dict[str, Any] = {"distribution_class": IndependentNormal}
     if family == "tanh_gaussian":
-        low, high = _bounds("network.policy=tanh_gaussian", action_spec)
+        low, high = action_bounds_for("network.policy=tanh_gaussian", action_spec)
         distribution = {
             "distribution_class": TanhNormal,
             "distribution_kwargs": {"low": low, "high": high, "tanh_loc": False},
@@ -231,7 +232,13 @@ def gaussian_actor(
     )
 
 
-def _bounds(name: str, action_spec: TensorSpec) -> tuple[Tensor, Tensor]:
+def action_bounds_for(name: str, action_spec: TensorSpec) -> tuple[Tensor, Tensor]:
+    """The bounds of an action, which a setting needs.
+
+    Args:
+        name (str): the setting, with its value.
+        action_spec (TensorSpec): of a single action.
+    """
     bounds = action_bounds(action_spec)
     if bounds is None:
         raise ValueError(f"{name} needs an action with bounds, got {type(action_spec).__name__}.")

@@ -5,8 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from torch import distributions as D
-from torchrl.data import OneHot, TensorSpec
+from torchrl.data import Composite, OneHot, TensorSpec
 from torchrl.modules import OneHotCategorical, ProbabilisticActor
 
 from minerva_torchrl.algorithms.common import (
@@ -16,6 +15,7 @@ from minerva_torchrl.algorithms.common import (
     torso_settings,
 )
 from minerva_torchrl.algorithms.config import NetworkConfig
+from minerva_torchrl.algorithms.parted import FullNormal, part_keys, parted_policy
 from minerva_torchrl.modules import (
     CholeskyPolicy,
     DirectModule,
@@ -81,11 +81,16 @@ def objectives_from(settings: Mapping[str, Any]) -> dict[str, Objective | CostLi
 def make_policy(obs_dim: int, action_spec: TensorSpec, network: Any) -> ProbabilisticActor:
     """The policy of a run: categorical for discrete actions, else what the settings say.
 
+    That of an action with several parts has such a distribution for each of them.
+
     Args:
         obs_dim (int): size of an observation.
         action_spec (TensorSpec): of a single action.
         network (NetworkConfig): the settings of the networks.
     """
+    if isinstance(action_spec, Composite):
+        _check_covariance(network)
+        return parted_policy(obs_dim, action_spec, network)
     action_dim = action_spec.shape[-1]
     if isinstance(action_spec, OneHot):
         if network.policy != "gaussian":  # the default
@@ -103,11 +108,7 @@ def make_policy(obs_dim: int, action_spec: TensorSpec, network: Any) -> Probabil
     if network.policy != "full_covariance":
         policy = gaussian_policy(obs_dim, action_spec, network)
         return gaussian_actor(policy, action_spec, network.policy)
-    if network.scale == "free" or network.tanh_mean:
-        raise ValueError(
-            "network.policy=full_covariance needs network.scale other than free and "
-            f"network.tanh_mean=false, got {network.scale} and {network.tanh_mean}."
-        )
+    _check_covariance(network)
     cholesky = CholeskyPolicy(
         obs_dim,
         action_dim,
@@ -127,16 +128,12 @@ def make_policy(obs_dim: int, action_spec: TensorSpec, network: Any) -> Probabil
     )
 
 
-class FullNormal(D.MultivariateNormal):
-    """A multivariate normal distribution whose deterministic sample is its mean."""
-
-    def __init__(self, loc: Any, scale_tril: Any) -> None:
-        super().__init__(loc, scale_tril=scale_tril, validate_args=False)
-
-    @property
-    def deterministic_sample(self) -> Any:
-        """The mean."""
-        return self.mean
+def _check_covariance(network: Any) -> None:
+    if network.policy == "full_covariance" and (network.scale == "free" or network.tanh_mean):
+        raise ValueError(
+            "network.policy=full_covariance needs network.scale other than free and "
+            f"network.tanh_mean=false, got {network.scale} and {network.tanh_mean}."
+        )
 
 
 def make_action_critic(
@@ -150,7 +147,9 @@ def make_action_critic(
         network (NetworkConfig): the settings of the networks.
         outputs (int): outputs for one action.
     """
-    action_dim, sizes = action_spec.shape[-1], network.critic_sizes
+    sizes, keys = network.critic_sizes, part_keys(action_spec)
+    parts = action_spec.values() if isinstance(action_spec, Composite) else [action_spec]
+    action_dim = sum(part.shape[-1] for part in parts)
     if isinstance(action_spec, OneHot):
         values = mlp(obs_dim, sizes, action_dim * outputs, "value", network)
         return DirectModule(values, in_keys=["observation"], out_keys=["action_value"])
@@ -158,6 +157,6 @@ def make_action_critic(
         StateActionCritic(
             obs_dim, action_dim, sizes, out_features=outputs, **torso_settings(network)
         ),
-        in_keys=["observation", "action"],
+        in_keys=["observation", *keys],
         out_keys=["state_action_value"],
     )

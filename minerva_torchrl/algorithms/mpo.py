@@ -122,6 +122,7 @@ class MPOLossConfig(LossConfig):
     """By name, objectives beside the return: a bound, as in ``loss.objectives.energy=0.1``, or the
     fields of an ``Objective`` or a ``CostLimit``, as in ``loss.objectives.energy.threshold=20``."""
     critic_coeff: float
+    clip_critic_actions: bool
     truncation_is_terminal: bool = False
     """Let the return end at a time limit, which makes it wrong. The reference agent does so."""
 

@@ -106,10 +106,10 @@ PRESETS = {
     "tonic": Preset(
         description=(
             "tonic: policy trained at the current states with samples of its own, targets as a "
-            "moving average, no clipping of gradients, ReLU networks with a tanh mean. Unlike "
-            "there, the critic sees actions clipped to their bounds, stored observations stay "
-            "normalised with the statistics of their time, and 1e-4 is added to the standard "
-            "deviation instead of being its smallest value"
+            "moving average, no clipping of gradients, ReLU networks with a tanh mean, actions "
+            "as they were drawn for the critic. Unlike there, stored observations stay normalised "
+            "with the statistics of their time, and 1e-4 is added to the standard deviation "
+            "instead of being its smallest value"
         ),
         loss={
             "epsilon": 0.1,
@@ -123,6 +123,7 @@ PRESETS = {
             "num_action_samples": 20,
             "action_penalization": True,
             "policy_states": "current",
+            "clip_critic_actions": False,
         },
         stepper={"clip_critic": None, "clip_actor": None},
         run={
@@ -154,10 +155,11 @@ PRESETS = {
 
 
 def _acme_with(description: str, **network: Any) -> Preset:
-    """The preset of Acme's agent with other networks."""
+    """The preset of Acme's agent with other networks. Only its scalar critic's loss is halved."""
     acme = PRESETS["acme"]
     run = {**acme.run, "network": {**acme.run["network"], **network}}
-    return replace(acme, run=run, description=description)
+    loss = {**acme.loss, "critic_coeff": 1.0}
+    return replace(acme, loss=loss, run=run, description=description)
 
 
 _ATOMS = {"v_min": -150.0, "v_max": 150.0, "num_atoms": 51}
@@ -168,9 +170,15 @@ PRESETS |= {
         critic_kwargs=_ATOMS,
     ),
     "acme-mog": _acme_with(
-        "as acme, with the mixture of five Gaussians that its JAX agent has as a critic",
+        "as acme, with the mixture of five Gaussians that its JAX agent has as a critic. Unlike "
+        "there, a target has 128 sampled returns of all actions together, not of each",
         critic="gaussian_mixture",
-        critic_kwargs={"num_components": 5},
+        critic_kwargs={
+            "num_components": 5,
+            "num_samples": 128,
+            "init_scale": 1e-3,
+            "min_scale": 1e-6,
+        },
     ),
     "acme-categorical": _acme_with(
         "as acme, with the critic of its JAX agent that fits bins to a scalar target (two-hot)",

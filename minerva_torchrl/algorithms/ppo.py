@@ -7,13 +7,15 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from tensordict.nn import ProbabilisticTensorDictSequential
+from torchrl.data import Composite
+from torchrl.envs import EnvBase
 from torchrl.objectives import ClipPPOLoss
 from torchrl.trainers import Trainer
 
-from minerva_torchrl.algorithms.common import Preset, make_optimizer
+from minerva_torchrl.algorithms.common import Preset, make_optimizer, single_specs
 from minerva_torchrl.algorithms.config import LossConfig, OptimConfig, arguments_of, out_of_range
 from minerva_torchrl.algorithms.on_policy import OnPolicyAlgorithm, OnPolicyConfig
-from minerva_torchrl.modules import DirectClipPPOLoss
+from minerva_torchrl.modules import BinnedClipPPOLoss, DirectClipPPOLoss, DirectModule
 from minerva_torchrl.objectives import make_ppo_loss
 from minerva_torchrl.trainers import PPOOptimizationStepper, make_ppo_trainer
 
@@ -118,9 +120,21 @@ class PPO(OnPolicyAlgorithm[PPOConfig]):
     config_class = PPOConfig
     presets = PRESETS
 
+    def make_networks(self, env: EnvBase) -> tuple[ProbabilisticTensorDictSequential, DirectModule]:
+        """The policy of the task's actions, and a critic of states."""
+        if isinstance(single_specs(env)[1], Composite):
+            raise ValueError(
+                "PPO does not train on actions of several parts, such as those of a Dict or "
+                "MultiDiscrete space; MPO and V-MPO do."
+            )
+        return super().make_networks(env)
+
     def make_loss(self, actor: ProbabilisticTensorDictSequential, critic: Any) -> ClipPPOLoss:
         """The loss, with generalised advantages."""
-        return make_ppo_loss(actor, critic, **vars(self.config.loss), loss_class=DirectClipPPOLoss)
+        arguments: dict[str, Any] = {"loss_class": DirectClipPPOLoss}
+        if self.config.network.critic != "scalar":
+            arguments = {"loss_class": BinnedClipPPOLoss, "critic": self.make_critic()}
+        return make_ppo_loss(actor, critic, **vars(self.config.loss), **arguments)
 
     def make_trainer(self, loss: ClipPPOLoss, replay_buffer: None, **arguments: Any) -> Trainer:
         """The trainer, with one optimiser for both networks."""

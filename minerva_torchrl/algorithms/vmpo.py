@@ -27,6 +27,8 @@ from minerva_torchrl.algorithms.on_policy import (
     OnPolicyNetworkConfig,
 )
 from minerva_torchrl.objectives import VMPOLoss
+from minerva_torchrl.objectives.log_probs import joint_log_prob, log_prob_keys
+from minerva_torchrl.objectives.specs import keys_without
 from minerva_torchrl.trainers import VMPOOptimizationStepper, VMPOTrainer
 
 __all__ = ["VMPO", "VMPOConfig"]
@@ -225,6 +227,8 @@ class VMPO(OnPolicyAlgorithm[VMPOConfig]):
         arguments = dict(vars(self.config.loss))
         gamma, lmbda, estimator = (arguments.pop(k) for k in ("gamma", "lmbda", "value_estimator"))
         del arguments["restarting_weights"], arguments["importance_weights"]
+        if self.config.network.critic != "scalar":
+            arguments["critic"] = self.make_critic()
         loss = VMPOLoss(actor, critic, **arguments)
         trace = {"lmbda": lmbda} if estimator == "gae" else {}
         return loss.make_value_estimator(estimator, gamma=gamma, **trace)
@@ -268,7 +272,9 @@ class VMPO(OnPolicyAlgorithm[VMPOConfig]):
             begun = rollout.get("step_count") > 0
             rollout.set(keys.restarting_weight, begun.to(rollout.get(("next", "reward")).dtype))
         if self.config.loss.importance_weights:
-            dist = loss.actor_network.get_dist(rollout.select(*loss.actor_network.in_keys))
-            log_ratio = dist.log_prob(rollout.get(keys.action)) - rollout.get(keys.sample_log_prob)
-            rollout.set(keys.importance_weight, log_ratio.clamp_max(0).exp())
+            actor, key = loss.actor_network, keys.sample_log_prob
+            dist = actor.get_dist(rollout.select(*keys_without(actor.in_keys, actor.out_keys)))
+            log_pi = loss.policy.log_prob(dist, rollout.get(keys.action))
+            log_mu = joint_log_prob(rollout, log_prob_keys(actor, key))
+            rollout.set(keys.importance_weight, (log_pi - log_mu).clamp_max(0).exp())
         return rollout

@@ -82,14 +82,15 @@ class ArrayRollout:
         self,
         start: TensorDictBase,
         steps: int,
-        act: Callable[[Tensor], NDArray[Any]],
+        act: Callable[[Tensor], Any],
     ) -> tuple[TensorDict, TensorDict]:
         """Steps of all copies. Episodes that end are followed by new ones.
 
         Args:
             start (TensorDictBase): what ``env.reset()`` or the last rollout returned, ``[*K]``.
             steps (int): number of steps, ``T``.
-            act (callable): actions ``[*K, ...]`` for observations ``[*K, O]``.
+            act (callable): actions ``[*K, ...]`` for observations ``[*K, O]``, an array or, of
+                actions with parts, a dictionary of arrays.
 
         Returns:
             All entries ``[*K, T]`` but those of the policy, and what to go on from, ``[*K]``.

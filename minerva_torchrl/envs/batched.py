@@ -13,17 +13,16 @@ from numpy.typing import NDArray
 from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 from torchrl._utils import seed_generator
-from torchrl.data import Binary, Bounded, Composite, TensorSpec, Unbounded
+from torchrl.data import Binary, Composite, Unbounded
 from torchrl.envs import EnvBase
 
-from minerva_torchrl.envs.failures import EnvironmentFailure, PolicyFailure
+from minerva_torchrl.envs.actions import Actions
+from minerva_torchrl.envs.failures import EnvironmentFailure
 from minerva_torchrl.objectives.checks import check_count
 from minerva_torchrl.text import one_line
 
 __all__ = [
-    "Actions",
     "BatchedEnv",
-    "BoxActions",
     "Observation",
     "ObservationLayout",
     "Simulator",
@@ -70,58 +69,6 @@ class Simulator(Protocol):
 
     def close(self) -> None:
         """Free what the simulator holds."""
-
-
-class Actions(Protocol):
-    """How actions look to TorchRL, and how the simulators get them."""
-
-    def spec(self) -> TensorSpec:
-        """The spec of a single action."""
-
-    def read(self, actions: NDArray[Any]) -> NDArray[Any]:
-        """A batch of actions as the simulators take them."""
-
-
-class BoxActions:
-    """Actions between bounds: flat float32 in the data, clipped on the way to the simulators.
-
-    Canonical ones are between -1 and 1 in the data, and ``center + scale * action`` in the
-    simulators. Actions without bounds are the same in both.
-    """
-
-    def __init__(self, low: NDArray[Any], high: NDArray[Any], *, canonical: bool = False) -> None:
-        self.low, self.high = np.array(low), np.array(high)
-        self.bounded = bool(np.isfinite(low).all() and np.isfinite(high).all())
-        self.canonical = canonical and self.bounded
-        self.center, self.scale = np.zeros_like(self.low), np.ones_like(self.low)
-        if self.canonical:  # halved first: the sum may be too large for its type
-            self.center = self.high / 2 + self.low / 2
-            self.scale = self.high / 2 - self.low / 2
-
-    def spec(self) -> TensorSpec:
-        """Bounded, unless a bound is infinite."""
-        low, high = (torch.from_numpy(x.flatten()).float() for x in (self.low, self.high))
-        if not self.bounded:
-            return Unbounded(low.shape, dtype=torch.float32)
-        if self.canonical:
-            low, high = -torch.ones_like(low), torch.ones_like(high)
-        return Bounded(low, high, shape=low.shape, dtype=torch.float32)
-
-    def read(self, actions: NDArray[Any]) -> NDArray[Any]:
-        """Shape, scale, clip and cast."""
-        actions = self.center + self.scale * actions.reshape(-1, *self.low.shape)
-        actions = np.minimum(np.maximum(actions, self.low), self.high)
-        if not np.isfinite(actions).all():
-            raise no_action(actions[~np.isfinite(actions)][0])
-        return actions.astype(self.low.dtype, copy=False)
-
-
-def no_action(value: float) -> PolicyFailure:
-    """What to raise where an action is infinite or not a number."""
-    return PolicyFailure(
-        f"an action is not a finite number ({value}): the policy gave it, from observations that "
-        "are finite. Smaller learning rates may help."
-    )
 
 
 def copy_seeds(seed: int | None, num_envs: int | None) -> list[int]:
@@ -211,7 +158,8 @@ class BatchedEnv(EnvBase):
             observation=Unbounded((*batch_size, width), **kwargs), shape=batch_size
         )
         spec = self.actions.spec()
-        self.action_spec = spec.expand(*batch_size, *spec.shape).to(self.device or "cpu")
+        spec = spec.expand(*batch_size, *spec.shape).to(self.device or "cpu")
+        self.full_action_spec = Composite(action=spec, shape=batch_size, device=self.device)
         self.reward_spec = Unbounded((*batch_size, 1), **kwargs)
         flag = Binary(1, (*batch_size, 1), dtype=torch.bool, device=self.device)
         self.done_spec = Composite(
@@ -235,16 +183,17 @@ class BatchedEnv(EnvBase):
     # Stepping ------------------------------------------------------------------------------------
 
     def _step(self, tensordict: TensorDictBase) -> TensorDict:
+        # Arrays, or a dictionary of them if an action has parts.
         actions = self.actions.read(tensordict.get("action").detach().cpu().numpy())
         return self._output(reward=self.step_copies(actions, self._selected(tensordict, "_step")))
 
     def step_copies(
-        self, actions: NDArray[Any], selected: Sequence[int] | None = None
+        self, actions: Sequence[Any], selected: Sequence[int] | None = None
     ) -> NDArray[np.float32]:
         """Step copies without making a TensorDict of it.
 
         Args:
-            actions (array): as ``actions.read`` returns them.
+            actions (sequence): as ``actions.read`` returns them.
             selected (sequence of int, optional): numbers of the copies to step. Defaults to all.
 
         Returns:

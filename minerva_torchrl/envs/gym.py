@@ -17,20 +17,13 @@ import torch
 from gymnasium import spaces
 from gymnasium.envs import classic_control
 from gymnasium.wrappers import OrderEnforcing, TimeLimit
-from numpy.typing import NDArray
-from torchrl.data import Categorical, OneHot, TensorSpec
 from torchrl.envs import EnvBase
 
 from minerva_torchrl.envs._mujoco import get_physics_state, set_physics_state
 from minerva_torchrl.envs._names import unknown_name
 from minerva_torchrl.envs._opengl import check_screen, no_opengl
-from minerva_torchrl.envs.batched import (
-    Actions,
-    BatchedEnv,
-    BoxActions,
-    Observation,
-    copy_seeds,
-)
+from minerva_torchrl.envs.actions import actions_of
+from minerva_torchrl.envs.batched import BatchedEnv, Observation, copy_seeds
 from minerva_torchrl.envs.torchrl_env import TorchRLAsGymnasium
 from minerva_torchrl.text import one_line
 
@@ -59,9 +52,12 @@ class GymnasiumEnv(BatchedEnv):
 
     Observations are flat and float32; those of a ``Dict`` space follow each other in the order of
     its keys. Actions of a ``Box`` space are flat, too, and clipped to their bounds here and nowhere
-    else, so that the action in the data stays the one that the policy drew. Ends are terminated or
-    truncated as Gymnasium says. Every copy starts its next episode on its own, and every transition
-    is a real one.
+    else, so that the action in the data stays the one that the policy drew. Actions of several
+    parts have an entry for each: ``("action", "arm")`` for the key ``"arm"`` of a ``Dict``,
+    ``("action", "0")`` for the first part of a ``Tuple``, ``MultiDiscrete`` or ``MultiBinary``,
+    and ``("action", "arm_0")`` for the first part of what has the key ``"arm"``.
+    Ends are terminated or truncated as Gymnasium says. Every copy starts its next episode on its
+    own, and every transition is a real one.
 
     The generators of the copies are part of ``state_dict``. For Gymnasium's own MuJoCo and classic
     control environments the state of the simulators is, too: an environment that loads it goes on
@@ -122,7 +118,9 @@ class GymnasiumEnv(BatchedEnv):
     ) -> None:
         seeds = copy_seeds(seed, num_envs)
         envs = [_wrap(_make(name, make_kwargs), wrappers) for _ in seeds]
-        actions = _make_actions(envs[0].action_space, categorical_actions, canonical_actions)
+        actions = actions_of(
+            envs[0].action_space, categorical=categorical_actions, canonical=canonical_actions
+        )
         layout = {keys: box.shape for keys, box in _boxes(envs[0].observation_space)}
         simulators = [_GymnasiumCopy(env, seed) for env, seed in zip(envs, seeds, strict=True)]
         super().__init__(
@@ -170,31 +168,6 @@ def _is_image(box: spaces.Box) -> bool:
     """
     marks = (box.dtype == np.uint8, len(box.shape) >= 3, math.prod(box.shape) >= 32 * 32)
     return sum(marks) >= 2
-
-
-def _make_actions(space: spaces.Space[Any], categorical: bool, canonical: bool) -> Actions:
-    if isinstance(space, spaces.Box) and np.issubdtype(space.dtype, np.floating):
-        if categorical:
-            raise ValueError(f"categorical_actions needs discrete actions, got {space}.")
-        return BoxActions(space.low, space.high, canonical=canonical)
-    if isinstance(space, spaces.Discrete):
-        return _DiscreteActions(space, categorical)
-    raise ValueError(f"actions must be in a Box of floats or Discrete, got {space}.")
-
-
-class _DiscreteActions:
-    """Numbered actions, one-hot or as they are."""
-
-    def __init__(self, space: spaces.Discrete, categorical: bool) -> None:
-        self.count, self.start, self.categorical = int(space.n), int(space.start), categorical
-
-    def spec(self) -> TensorSpec:
-        return Categorical(self.count) if self.categorical else OneHot(self.count)
-
-    def read(self, actions: NDArray[Any]) -> NDArray[Any]:
-        if not self.categorical:
-            actions = actions.argmax(-1)
-        return actions.reshape(-1) + self.start
 
 
 # Simulators --------------------------------------------------------------------------------------

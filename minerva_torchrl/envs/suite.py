@@ -17,13 +17,8 @@ from numpy.typing import NDArray
 from minerva_torchrl.envs._mujoco import get_physics_state, set_physics_state
 from minerva_torchrl.envs._names import unknown_name
 from minerva_torchrl.envs._opengl import OPENGL_ADVICE, check_screen, no_opengl
-from minerva_torchrl.envs.batched import (
-    BatchedEnv,
-    BoxActions,
-    Observation,
-    ObservationLayout,
-    copy_seeds,
-)
+from minerva_torchrl.envs.actions import BoxActions
+from minerva_torchrl.envs.batched import BatchedEnv, Observation, ObservationLayout, copy_seeds
 
 # OSMesa would draw in a thread of its own. When Python ends, that is gone before DM Control frees
 # what it holds there, and tracebacks follow. The other backends have no such thread anyway.

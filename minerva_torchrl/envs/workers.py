@@ -16,7 +16,8 @@ from torch import Tensor
 from torchrl.envs import ParallelEnv
 from torchrl.envs.batched_envs import _dispatch_caller_parallel
 
-from minerva_torchrl.envs.batched import BatchedEnv, no_action
+from minerva_torchrl.envs.actions import no_action
+from minerva_torchrl.envs.batched import BatchedEnv
 from minerva_torchrl.envs.failures import EnvironmentFailure
 
 __all__ = ["Workers"]
@@ -80,9 +81,9 @@ class Workers(ParallelEnv):
     # What the processes do -----------------------------------------------------------------------
 
     def _step(self, tensordict: TensorDictBase) -> TensorDictBase:
-        action = tensordict.get("action")
-        if action.is_floating_point() and action.isnan().any():
-            raise no_action(float("nan"))
+        for action in tensordict.select("action").values(True, True):  # one, or its parts
+            if action.is_floating_point() and action.isnan().any():
+                raise no_action(float("nan"))
         with self._watched():
             return super()._step(tensordict)
 

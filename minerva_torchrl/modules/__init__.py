@@ -1,6 +1,7 @@
 """Building blocks of networks."""
 
 from minerva_torchrl.modules.activations import ELU, Tanh
+from minerva_torchrl.modules.binned_ppo import BinnedClipPPOLoss
 from minerva_torchrl.modules.clip_ppo import DirectClipPPOLoss
 from minerva_torchrl.modules.direct import DirectModule
 from minerva_torchrl.modules.gaussian import StateIndependentScale
@@ -10,6 +11,7 @@ from minerva_torchrl.modules.networks import (
     CholeskyPolicy,
     ControlTorso,
     GaussianPolicy,
+    PartedPolicy,
     StateActionCritic,
     TanhInterval,
 )
@@ -22,11 +24,13 @@ from minerva_torchrl.modules.popart import (
 
 __all__ = [
     "ELU",
+    "BinnedClipPPOLoss",
     "CholeskyPolicy",
     "ControlTorso",
     "DirectClipPPOLoss",
     "DirectModule",
     "GaussianPolicy",
+    "PartedPolicy",
     "PopArtClipPPOLoss",
     "PopArtHead",
     "PopArtVMPOLoss",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from itertools import pairwise
 from typing import Any, Literal
@@ -21,6 +21,7 @@ __all__ = [
     "CholeskyPolicy",
     "ControlTorso",
     "GaussianPolicy",
+    "PartedPolicy",
     "StateActionCritic",
     "TanhInterval",
 ]
@@ -155,6 +156,8 @@ class GaussianPolicy(nn.Module):
         activation (str): see :class:`ControlTorso`, as the next two.
         layer_norm (bool): of the torso.
         initializer (str): of torso and heads.
+        torso (nn.Module, optional): hidden layers of ``obs_dim`` inputs and ``sizes[-1]`` outputs
+            in the place of a :class:`ControlTorso`.
 
     Examples:
         >>> policy = GaussianPolicy(3, 2, (64, 64), init_scale=0.5)
@@ -177,19 +180,17 @@ class GaussianPolicy(nn.Module):
         activation: Activation = "elu",
         layer_norm: bool = True,
         initializer: Initializer = "small_heads",
+        torso: nn.Module | None = None,
     ) -> None:
         super().__init__()
         check_count("action_dim", action_dim)
         check_choice("scale_function", scale_function, ("softplus", "exp"))
-        self.torso = ControlTorso(
-            obs_dim,
-            sizes,
-            activation=activation,
-            layer_norm=layer_norm,
-            initializer=initializer,
-        )
-        self.loc = nn.Linear(self.torso.out_features, action_dim)
-        self.scale = nn.Linear(self.torso.out_features, action_dim)
+        if torso is None:
+            settings: Any = {"activation": activation, "layer_norm": layer_norm}
+            torso = ControlTorso(obs_dim, sizes, initializer=initializer, **settings)
+        self.torso = torso
+        self.loc = nn.Linear(sizes[-1], action_dim)
+        self.scale = nn.Linear(sizes[-1], action_dim)
         initialize_(self.loc, "loc", initializer)
         initialize_(self.scale, "scale", initializer)
         self.loc_activation = nn.Identity() if loc_activation is None else loc_activation
@@ -244,7 +245,7 @@ class CholeskyPolicy(GaussianPolicy):
         **settings: Any,
     ) -> None:
         super().__init__(obs_dim, action_dim, sizes, initializer=initializer, **settings)
-        below = nn.Linear(self.torso.out_features, action_dim * action_dim)
+        below = nn.Linear(sizes[-1], action_dim * action_dim)
         self.below = initialize_(below, "loc", initializer)
 
     def forward(self, observation: Tensor) -> tuple[Tensor, Tensor]:
@@ -254,6 +255,33 @@ class CholeskyPolicy(GaussianPolicy):
         below = self.below(features).unflatten(-1, (scale.shape[-2], -1)).tril(-1)
         identity = torch.eye(scale.shape[-2], dtype=scale.dtype, device=scale.device)
         return self.loc_activation(self.loc(features)), scale * (below + identity)
+
+
+class PartedPolicy(nn.Module):
+    """Parameters of several distributions, from hidden layers that they share.
+
+    Args:
+        torso (nn.Module): hidden layers, for an observation ``[*B, O]``.
+        heads (mapping): by the name of a part, layers that make one tensor or several of what the
+            torso returns.
+
+    Examples:
+        >>> heads = {"arm": nn.Linear(64, 2), "tool": nn.Linear(64, 3)}
+        >>> policy = PartedPolicy(ControlTorso(3, (64,)), heads)
+        >>> [parameters.shape for parameters in policy(torch.randn(5, 3))]
+        [torch.Size([5, 2]), torch.Size([5, 3])]
+    """
+
+    def __init__(self, torso: nn.Module, heads: Mapping[str, nn.Module]) -> None:
+        super().__init__()
+        self.torso = torso
+        self.heads = nn.ModuleList(heads.values())  # a ModuleDict does not take every name
+
+    def forward(self, observation: Tensor) -> tuple[Tensor, ...]:
+        """What the heads return, in their order."""
+        features = self.torso(observation)
+        outputs = (head(features) for head in self.heads)
+        return tuple(x for out in outputs for x in (out if isinstance(out, tuple) else (out,)))
 
 
 class StateActionCritic(nn.Module):
@@ -309,8 +337,18 @@ class StateActionCritic(nn.Module):
         head = nn.Linear(self.torso.out_features, out_features)
         self.head = initialize_(head, "value", initializer)
 
-    def forward(self, observation: Tensor, action: Tensor) -> Tensor:
-        """Outputs ``[*B, out_features]`` for observations ``[*B, obs_dim]`` and actions."""
+    def forward(self, observation: Tensor, *parts: Tensor) -> Tensor:
+        """Outputs for observations and actions.
+
+        Args:
+            observation (Tensor): ``[*B, obs_dim]``.
+            *parts (Tensor): the action ``[*B, D]``, or several parts of it, discrete ones one-hot.
+
+        Returns:
+            ``[*B, out_features]``.
+        """
+        parts = tuple(part.to(observation.dtype) for part in parts)
+        action = parts[0] if len(parts) == 1 else torch.cat(parts, -1)
         first = self.torso.first
         state_weight, action_weight = first.weight.split(
             [self.obs_dim, first.in_features - self.obs_dim], dim=1

@@ -32,12 +32,15 @@ from minerva_torchrl.objectives.critics import (
     SingleActionCritic,
     check_width,
     make_ensemble,
+    side_by_side,
 )
 from minerva_torchrl.objectives.goals import CostLimit, Objective
-from minerva_torchrl.objectives.policies import Categorical, policy_family
+from minerva_torchrl.objectives.log_probs import joint_log_prob_key, log_prob_keys
+from minerva_torchrl.objectives.policies import policy_family
 from minerva_torchrl.objectives.reductions import masked_mean
 from minerva_torchrl.objectives.specs import (
     action_place,
+    is_inside,
     reads,
     resolve_action_spec,
 )
@@ -102,6 +105,7 @@ class OffPolicyLoss(DualLossModule):
         num_qvalue_nets: int,
         qvalue_reduction: Literal["min", "mean"],
         action_spec: TensorSpec | None,
+        clip_critic_actions: bool,
         per_dim_constraining: bool | None,
         sequence_steps: Literal["all", "first"],
         delay_actor: bool,
@@ -127,6 +131,7 @@ class OffPolicyLoss(DualLossModule):
         self.per_dim_constraining = any(shape for _, shape in policy.constraint_kinds().values())
         self.qvalue_reduction = qvalue_reduction
         self.sequence_steps = sequence_steps
+        self.clip_critic_actions = clip_critic_actions
         self.delay_actor = delay_actor
         self.delay_qvalue = delay_qvalue
         self.separate_losses = separate_losses
@@ -142,6 +147,7 @@ class OffPolicyLoss(DualLossModule):
         copies: list[Critic] = [critic, *(deepcopy(critic) for _ in objectives)]
         self.critics = nn.ModuleList(copies).to(self._default_device)
         of_actor = list(actor_network.parameters())
+        qvalue_network = side_by_side(qvalue_network, list(self.objectives), critic.width)
         critics = make_ensemble(qvalue_network, num_qvalue_nets, of_actor)
         what = f"{len(copies)} x {critic.width} of a {type(critic).__name__}"
         check_width(critics, "qvalue_network", len(copies) * critic.width, what)
@@ -158,7 +164,7 @@ class OffPolicyLoss(DualLossModule):
         if separate_losses:
             self._detach_shared_layers()
         self._make_vmap()
-        self.set_keys(action=action_key, log_prob=actor_network.log_prob_keys[0])
+        self.set_keys(action=action_key, log_prob=joint_log_prob_key(actor_network))
         written = self.qvalue_network.out_keys
         reads_action = reads(self.qvalue_network.in_keys, action_key)
         self._check_critic(reads_action, written)
@@ -183,7 +189,7 @@ class OffPolicyLoss(DualLossModule):
 
     def _check_critic(self, reads_action: bool, written: list[NestedKey]) -> None:
         """Raise if a critic can't tell actions apart."""
-        keys, discrete = self.tensor_keys, isinstance(self.policy, Categorical)
+        keys, discrete = self.tensor_keys, self.policy.enumerates
         of_states = {keys.value, keys.state_action_value} & {*written}
         of_actions = keys.action_value in written or not of_states
         if reads_action or (discrete and of_actions):
@@ -242,9 +248,16 @@ class OffPolicyLoss(DualLossModule):
         in_keys = [*states, keys.action]
         in_keys += [("next", key) for key in (*states, keys.reward, keys.done, keys.terminated)]
         in_keys += [("next", key) for key in self.reward_keys[1:]]
-        if self._corrects_off_policy and keys.log_prob in self.value_estimator.in_keys:
-            in_keys.append(keys.log_prob)
+        # Those of parts are beside the parts, and come with the action.
+        in_keys += [key for key in self._log_prob_keys if not is_inside(key, keys.action)]
         self._in_keys = [unravel_key(key) for key in in_keys]
+
+    @property
+    def _log_prob_keys(self) -> list[NestedKey]:
+        """Entries whose sum is the log-probability of the stored action, if it is needed."""
+        key: Any = self.tensor_keys.log_prob
+        needed = self._corrects_off_policy and key in self.value_estimator.in_keys
+        return log_prob_keys(self.actor_network, key) if needed else []
 
     @property
     def _state_keys(self) -> list[NestedKey]:
@@ -311,9 +324,9 @@ class OffPolicyLoss(DualLossModule):
         return data
 
     def _check_input(self, tensordict: TensorDictBase) -> None:
-        log_prob = self.tensor_keys.log_prob
-        if log_prob in self.in_keys and tensordict.get(log_prob, None) is None:
-            raise ValueError(missing_log_prob(log_prob))
+        for log_prob in self._log_prob_keys:
+            if tensordict.get(log_prob, None) is None:
+                raise ValueError(missing_log_prob(log_prob))
         self._check_keys(tensordict, self.in_keys)
         if tensordict.ndim < 1:
             raise ValueError("The data must have at least one batch dimension, got none.")
@@ -362,6 +375,10 @@ class OffPolicyLoss(DualLossModule):
                     values = network(inputs).get(key).unsqueeze(0)
         return full_precision(values)
 
+    def _seen(self, action: Any) -> Any:
+        """Actions as the critic sees them."""
+        return self.policy.clip(action) if self.clip_critic_actions else action
+
     def _critic_inputs(self, states: TensorDictBase) -> TensorDictBase:
         return states.select(*self._critic_state_keys)
 
@@ -371,7 +388,7 @@ class OffPolicyLoss(DualLossModule):
     def _online_outputs(self, states: TensorDictBase) -> Tensor:
         """What all critics write for the stored actions, ``[K, *B, objectives, P]``."""
         evaluate = partial(self._evaluate, params=self.qvalue_network_params)
-        action = self.policy.clip(states.get(self.tensor_keys.action))
+        action = self._seen(states.get(self.tensor_keys.action))
         return self._critic.of_action(evaluate, self._critic_inputs(states), action)
 
     def _qvalue_loss(

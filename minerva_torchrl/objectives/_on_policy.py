@@ -24,6 +24,7 @@ from minerva_torchrl.objectives._base import DualLossModule, full_precision, in_
 from minerva_torchrl.objectives.checks import check_positive, check_value_scale
 from minerva_torchrl.objectives.critics import Critic, check_width
 from minerva_torchrl.objectives.critics.states import resolve_state_critic, value_network
+from minerva_torchrl.objectives.log_probs import joint_log_prob_key
 from minerva_torchrl.objectives.policies import policy_family
 from minerva_torchrl.objectives.reductions import explained_variance, masked_mean, masked_std
 from minerva_torchrl.objectives.specs import action_place, reads, resolve_action_spec
@@ -127,7 +128,7 @@ class OnPolicyLoss(DualLossModule):
         self.convert_to_functional(critic_network, "critic_network", compare_against=shared)
         device = self._default_device if device is None else device
         self.register_coeff_buffer("critic_coeff", critic_coeff, device=device)
-        self.set_keys(action=action_key, sample_log_prob=actor_network.log_prob_keys[0])
+        self.set_keys(action=action_key, sample_log_prob=joint_log_prob_key(actor_network))
         if self.tensor_keys.value not in critic_network.out_keys:
             self.set_keys(value=critic_network.out_keys[0])
 

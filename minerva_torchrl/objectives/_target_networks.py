@@ -17,6 +17,7 @@ from minerva_torchrl.objectives._base import MAIN_OBJECTIVE
 from minerva_torchrl.objectives._data import blank, time_dim
 from minerva_torchrl.objectives._off_policy import OffPolicyLoss
 from minerva_torchrl.objectives.critics import expectation
+from minerva_torchrl.objectives.log_probs import joint_log_prob
 
 
 class TargetNetworksLoss(OffPolicyLoss):
@@ -111,7 +112,7 @@ class TargetNetworksLoss(OffPolicyLoss):
         """
         evaluate = partial(self._evaluate, params=self.target_qvalue_network_params)
         score = self._critic.of_candidates if candidates else self._critic.of_action
-        outputs = score(evaluate, self._critic_inputs(states), self.policy.clip(action))
+        outputs = score(evaluate, self._critic_inputs(states), self._seen(action))
         outputs = outputs if candidates else outputs.unsqueeze(1)
         return {
             name: critic.select(outputs[..., i, :], self.qvalue_reduction)
@@ -139,6 +140,9 @@ class TargetNetworksLoss(OffPolicyLoss):
             action = tensordict.get(self.tensor_keys.action)
             dist = self._dist(tensordict, self.target_actor_network_params)
             log_pi = self.policy.log_prob(dist, action)
+            if len(self._log_prob_keys) > 1:
+                log_mu = joint_log_prob(tensordict, self._log_prob_keys)
+                tensordict = tensordict.copy().set(self.tensor_keys.log_prob, log_mu)
             for name, value in self._target_values(tensordict, action).items():
                 given[name] = {"log_pi": log_pi, "state_action_value": value[0].unsqueeze(-1)}
         targets = [

@@ -71,7 +71,9 @@ class MPOLoss(TargetNetworksLoss):
         qvalue_network (TensorDictModule or list of TensorDictModule): critic, reading observation
             and action and writing ``state_action_value`` ``[*B, 1]``. For discrete actions it may
             read the observation alone and write the values of all actions, ``action_value``
-            ``[*B, A]``. A list makes an ensemble.
+            ``[*B, A]``. A list makes an ensemble. With ``objectives``, a mapping (or a list of
+            mappings) may have a network for each, ``{"value": ..., "energy": ...}``, with the
+            return's as ``"value"``.
 
     Keyword Args:
         num_qvalue_nets (int): size of the ensemble made from a single ``qvalue_network``: the first
@@ -118,8 +120,11 @@ class MPOLoss(TargetNetworksLoss):
         critic_coeff (float): weight of the critic's loss. Defaults to ``1``.
         objectives (mapping, optional): by name, objectives beside the return: a bound, an
             ``Objective`` or a ``CostLimit``. The critic's network writes the outputs of all values
-            side by side, and the reward is a vector ``[*B, K]``, each with the return first.
+            side by side (unless each has a network of its own), and the reward is a vector
+            ``[*B, K]``, each with the return first.
         action_spec (TensorSpec, optional): spec of the action. Defaults to the actor's own.
+        clip_critic_actions (bool): let the critic see actions within their bounds, as the
+            environment carries them out, and not as they were drawn. Defaults to ``True``.
         delay_actor (bool): keep a target policy. Defaults to ``True``.
         delay_qvalue (bool): keep a target critic. Defaults to ``True``.
         separate_losses (bool): keep the critic's gradient out of parameters shared with the actor.
@@ -216,6 +221,7 @@ class MPOLoss(TargetNetworksLoss):
         critic_coeff: float = 1.0,
         objectives: Mapping[str, float | Objective | CostLimit] | None = None,
         action_spec: TensorSpec | None = None,
+        clip_critic_actions: bool = True,
         delay_actor: bool = True,
         delay_qvalue: bool = True,
         separate_losses: bool = False,
@@ -239,6 +245,7 @@ class MPOLoss(TargetNetworksLoss):
             num_qvalue_nets=num_qvalue_nets,
             qvalue_reduction=qvalue_reduction,
             action_spec=action_spec,
+            clip_critic_actions=clip_critic_actions,
             per_dim_constraining=per_dim_constraining,
             sequence_steps=sequence_steps,
             delay_actor=delay_actor,

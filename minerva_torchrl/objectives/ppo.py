@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -11,6 +12,8 @@ from torch import Tensor
 from torchrl.objectives import ClipPPOLoss, LossModule, ValueEstimators
 
 from minerva_torchrl.objectives.checks import check_value_scale
+from minerva_torchrl.objectives.critics import Critic, ScalarCritic, check_width
+from minerva_torchrl.objectives.critics.states import resolve_state_critic, value_network
 
 __all__ = [
     "estimate_advantage",
@@ -56,6 +59,7 @@ def make_ppo_loss(
     truncation_is_terminal: bool = False,
     separate_losses: bool = False,
     reduction: str | None = None,
+    critic: Critic | None = None,
     loss_class: type[ClipPPOLoss] = ClipPPOLoss,
 ) -> ClipPPOLoss:
     r"""TorchRL's clipped PPO loss with its advantage estimator, ready for minibatches.
@@ -99,6 +103,9 @@ def make_ppo_loss(
         separate_losses (bool): keep the value loss away from parameters that actor and critic
             share. Defaults to ``False``.
         reduction (str, optional): ``"mean"``, ``"sum"`` or ``"none"``. Defaults to ``"mean"``.
+        critic (Critic, optional): what the outputs of ``critic_network`` mean: a ``TwoHotCritic``
+            or ``HLGaussCritic``, with ``clip_value=False`` and the loss class for it,
+            ``BinnedClipPPOLoss`` of :mod:`minerva_torchrl.modules`. Default: the value itself.
         loss_class (type): :class:`~torchrl.objectives.ClipPPOLoss` (default) or a subclass:
             ``DirectClipPPOLoss`` of :mod:`minerva_torchrl.modules` returns the same numbers faster,
             and a critic with a PopArt head needs its ``PopArtClipPPOLoss``.
@@ -157,17 +164,33 @@ def make_ppo_loss(
     if not issubclass(loss_class, ClipPPOLoss):
         raise TypeError(f"loss_class must be ClipPPOLoss or a subclass, got {loss_class!r}.")
     check_value_scale(critic_network, loss_class)
+    meaning = resolve_state_critic(critic, "l2", clip_value)
+    check_width([critic_network], "critic_network", meaning.width, f"a {type(meaning).__name__}")
+    if meaning.loss_function != "l2":
+        raise ValueError(
+            "make_ppo_loss has the squared error of a scalar critic, got a ScalarCritic with "
+            f"loss_function={meaning.loss_function!r}."
+        )
+    binned = type(meaning) is not ScalarCritic
+    if binned != getattr(loss_class, "takes_bins", False):
+        raise ValueError(
+            f"a {type(meaning).__name__} does not go with {loss_class.__name__}: critics of "
+            "bins need BinnedClipPPOLoss of minerva_torchrl.modules, and it needs one of them."
+        )
+    arguments: dict[str, Any] = {"critic": meaning} if binned else {}
+    critic_network, _ = value_network(critic_network, meaning)
     loss = loss_class(
         actor_network,
         critic_network,
         clip_epsilon=clip_epsilon,
         clip_value=clip_value,
-        critic_coeff=0.5 * value_coeff,
+        critic_coeff=value_coeff if binned else 0.5 * value_coeff,
         loss_critic_type="l2",
         entropy_coeff=entropy_coeff,
         normalize_advantage=normalize_advantage,
         separate_losses=separate_losses,
         reduction=reduction,
+        **arguments,
     )
     if loss.clip_value is not None:
         # TorchRL branches on this buffer, which makes every call wait for the device and breaks the

@@ -45,12 +45,13 @@ def train_help(config: RunConfig, command: str) -> str:
         command (str): what to type to train.
     """
     algorithm = ALGORITHMS[config.algo]
+    width = 2 + max(map(len, algorithm.presets))
     presets = [
         textwrap.fill(
             preset.description,
             _WIDTH,
-            initial_indent=f"  {name:<14}",
-            subsequent_indent=" " * 16,
+            initial_indent=f"  {name:<{width}}",
+            subsequent_indent=" " * (width + 2),
         )
         for name, preset in algorithm.presets.items()
     ]

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from numpy.typing import NDArray
 from tensordict.nn import ProbabilisticTensorDictSequential
 from torchrl.envs import TransformedEnv
 
@@ -70,7 +69,7 @@ class TrainedPolicy:
         """The policy with normalisation and action bounds inside, as a module of torch."""
         return DeployedPolicy(self.actor, self._training_env)
 
-    def predict(self, observation: Any, *, deterministic: bool = True) -> NDArray[Any]:
+    def predict(self, observation: Any, *, deterministic: bool = True) -> Any:
         """Actions as the bare environment takes them, see :meth:`DeployedPolicy.predict`.
 
         In training each action was repeated ``config.env.frame_skip`` times.

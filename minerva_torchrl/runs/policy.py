@@ -14,14 +14,22 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from tensordict import TensorDict
+from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import ProbabilisticTensorDictSequential
 from torch import Tensor, nn
-from torchrl.data import OneHot
+from torch.utils import _pytree as pytree
 from torchrl.envs import TransformedEnv
 
 from minerva_torchrl.envs import RunningObservationNorm
-from minerva_torchrl.envs.batched import BoxActions, ObservationLayout
+from minerva_torchrl.envs.actions import (
+    Actions,
+    ArrayOfParts,
+    BoxActions,
+    DiscreteActions,
+    PartedActions,
+)
+from minerva_torchrl.envs.batched import ObservationLayout
+from minerva_torchrl.objectives.specs import keys_without
 
 __all__ = ["DeployedPolicy", "flatten_observation"]
 
@@ -31,9 +39,10 @@ class DeployedPolicy(nn.Module):
 
     It normalises the observation with the statistics of training, asks the network, takes the
     deterministic action of its distribution (the mean of a Gaussian, its ``tanh`` where it is
-    squashed, the most probable discrete action), and turns it into the action that the bare
-    environment takes: clipped to its bounds, in its shape and precision, or the number of a
-    discrete action.
+    squashed, the most probable discrete action, and so for each part of an action with several),
+    and turns it into the action that the bare environment takes: clipped to its bounds, in its
+    shape and precision, or the number of a discrete action; a dict or a tuple of such where the
+    environment takes that.
 
     Networks and statistics are copied: training on does not change it.
 
@@ -61,17 +70,19 @@ class DeployedPolicy(nn.Module):
 
     def __init__(self, actor: ProbabilisticTensorDictSequential, env: TransformedEnv) -> None:
         super().__init__()
-        if list(actor.in_keys) != ["observation"]:
-            raise ValueError(f"actor must read 'observation' only, and reads {actor.in_keys}.")
+        read = keys_without(actor.in_keys, actor.out_keys)
+        if read != ["observation"]:
+            raise ValueError(f"actor must read 'observation' only, and reads {read}.")
         self.observation_layout: ObservationLayout = env.base_env.observation_layout
         self.observation_size: int = env.observation_spec["observation"].shape[-1]
         _check_transforms(env)
         norms = [t for t in env.transform if isinstance(t, RunningObservationNorm)]
         self.normalise = _Normalisation(norms[0]) if norms else nn.Identity()
         self.actor = copy.deepcopy(actor).eval().requires_grad_(False)
-        self.to_environment = _action_module(env)
+        self.to_environment = _action_module(env.base_env.actions)
         distribution = self._distribution(torch.zeros(1, self.observation_size))
-        if not isinstance(getattr(distribution, "deterministic_sample", None), Tensor):
+        kinds = (Tensor, TensorDictBase)
+        if not isinstance(getattr(distribution, "deterministic_sample", None), kinds):
             raise TypeError(
                 "the distribution of actor must have a deterministic sample, as IndependentNormal, "
                 f"TanhNormal and OneHotCategorical have; got {type(distribution).__name__}."
@@ -79,23 +90,24 @@ class DeployedPolicy(nn.Module):
 
     # Acting --------------------------------------------------------------------------------------
 
-    def forward(self, observation: Tensor) -> Tensor:
+    def forward(self, observation: Tensor) -> Any:
         """The deterministic action.
 
         Args:
             observation (Tensor): as the environment gives it, but flat: ``[*B, O]``, float32.
 
         Returns:
-            As the environment takes it: ``[*B, *A]``, or ``[*B]`` integers if it is discrete.
+            As the environment takes it: ``[*B, *A]``, or ``[*B]`` integers if it is discrete; a
+            dict or tuple of such if the action has parts.
         """
         return self.to_environment(self._distribution(observation).deterministic_sample)
 
-    def sample(self, observation: Tensor) -> Tensor:
+    def sample(self, observation: Tensor) -> Any:
         """An action drawn from the policy; otherwise as :meth:`forward`."""
         return self.to_environment(self._distribution(observation).sample())
 
     @torch.no_grad()
-    def predict(self, observation: Any, *, deterministic: bool = True) -> NDArray[Any]:
+    def predict(self, observation: Any, *, deterministic: bool = True) -> Any:
         """Actions for what the bare environment observes, as it takes them in ``step``.
 
         Args:
@@ -108,16 +120,23 @@ class DeployedPolicy(nn.Module):
                 random generator. Defaults to ``True``.
 
         Returns:
-            Array ``[*B, *A]``, or integers ``[*B]`` if actions are discrete.
+            Array ``[*B, *A]``, or integers ``[*B]`` if actions are discrete; a dict or tuple of
+            such if they have parts.
         """
         flat = flatten_observation(observation, self.observation_layout)
         rows = torch.from_numpy(flat.reshape(-1, self.observation_size))
-        action = (self if deterministic else self.sample)(rows).numpy()
-        result: NDArray[Any] = action.reshape((*flat.shape[:-1], *action.shape[1:]))[()]
-        return result
+        action = (self if deterministic else self.sample)(rows)
+
+        def array(part: Tensor) -> NDArray[Any]:
+            result: NDArray[Any] = part.numpy().reshape((*flat.shape[:-1], *part.shape[1:]))[()]
+            return result
+
+        return pytree.tree_map(array, action)
 
     def _distribution(self, observation: Tensor) -> Any:
-        return self.actor.get_dist(TensorDict({"observation": self.normalise(observation)}))
+        batch_size = observation.shape[:-1]
+        data = TensorDict({"observation": self.normalise(observation)}, batch_size=batch_size)
+        return self.actor.get_dist(data)
 
     # Files ---------------------------------------------------------------------------------------
 
@@ -126,8 +145,9 @@ class DeployedPolicy(nn.Module):
 
         ``.pt2`` is read by :func:`torch.export.load`, ``.onnx`` by ONNX runtimes. Both take one
         input, ``observation`` (float32 ``[N, O]`` with any ``N``), and give one output, ``action``,
-        as :meth:`forward` does. The entries of a dict follow each other in the order in which the
-        environment gives them.
+        as :meth:`forward` does; for an action of several parts a ``.onnx`` gives one output each,
+        ``action_arm`` and so on, in their order. The entries of an observation that is a dict
+        follow each other in the order in which the environment gives them.
 
         Args:
             path (Path or str): where to, with the ending ``.pt2`` or ``.onnx``. Missing folders are
@@ -147,7 +167,7 @@ class DeployedPolicy(nn.Module):
         if path.suffix == ".pt2":
             torch.export.save(program, path)
         else:
-            _save_onnx(program, path)
+            _save_onnx(program, path, _output_names(self(example)))
 
 
 class _Normalisation(nn.Module):
@@ -179,13 +199,35 @@ def _check_transforms(env: TransformedEnv) -> None:
             )
 
 
-def _action_module(env: TransformedEnv) -> nn.Module:
-    actions = env.base_env.actions
+def _action_module(actions: Actions) -> nn.Module:
     if isinstance(actions, BoxActions):
         return _BoxAction(actions)
-    if isinstance(env.action_spec, OneHot):
+    if isinstance(actions, PartedActions):
+        return _PartedAction(actions)
+    if isinstance(actions, DiscreteActions) and not actions.categorical:
         return _DiscreteAction(actions.start)
-    raise TypeError(f"actions must be continuous or one-hot, got {env.action_spec}.")
+    raise TypeError(f"actions must be continuous or one-hot, got {actions.spec()}.")
+
+
+class _PartedAction(nn.Module):
+    """What :class:`PartedActions` does."""
+
+    def __init__(self, actions: PartedActions) -> None:
+        super().__init__()
+        self.actions = actions
+        self.parts = nn.ModuleList(map(_action_module, actions.parts.values()))
+
+    def forward(self, action: TensorDictBase) -> Any:
+        parts = action.get("action")
+        values = {
+            name: part(parts.get(name))
+            for name, part in zip(self.actions.parts, self.parts, strict=True)
+        }
+        return self.actions.assemble(values, self._array)
+
+    def _array(self, form: ArrayOfParts, values: list[Tensor]) -> Tensor:
+        dtype = torch.from_numpy(np.empty(0, form.dtype)).dtype
+        return torch.stack(values, -1).unflatten(-1, form.shape).to(dtype)
 
 
 class _BoxAction(nn.Module):
@@ -233,7 +275,14 @@ def _is_not_about_torchvision(record: logging.LogRecord) -> bool:
     return "torchvision is not installed" not in record.getMessage()
 
 
-def _save_onnx(program: torch.export.ExportedProgram, path: Path) -> None:
+def _output_names(action: Any) -> list[str]:
+    """A name for each tensor of an action, after the keys that lead to it."""
+    leaves, _ = pytree.tree_flatten_with_path(action)
+    inside = (["".join(filter(str.isalnum, str(key))) for key in path] for path, _ in leaves)
+    return ["_".join(["action", *keys]) for keys in inside]
+
+
+def _save_onnx(program: torch.export.ExportedProgram, path: Path, outputs: list[str]) -> None:
     # Torch's exporter looks for operators of torchvision, which no policy has.
     logger = logging.getLogger("torch.onnx._internal.exporter._registration")
     logger.addFilter(_is_not_about_torchvision)
@@ -245,7 +294,7 @@ def _save_onnx(program: torch.export.ExportedProgram, path: Path) -> None:
             f=path,
             dynamo=True,
             input_names=["observation"],
-            output_names=["action"],
+            output_names=outputs,
             dynamic_shapes={"observation": {0: "batch"}},
             external_data=False,
             verbose=False,

@@ -78,7 +78,8 @@ def check_memory(config: RunConfig, env: EnvBase) -> None:
         env (EnvBase): the environment, which has the sizes of observations and actions.
     """
     observation = env.observation_spec["observation"].shape[-1]
-    action = env.action_spec.shape[-1] if len(env.action_spec.shape) else 1
+    parts = env.full_action_spec.values(True, True)
+    action = sum(part.shape[-1] if len(part.shape) else 1 for part in parts)
     _check(list(config.memory(observation, action)))
 
 

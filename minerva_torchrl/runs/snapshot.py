@@ -48,10 +48,9 @@ _KNOWN_TRANSFORMS = (
     RunningObservationNorm,
     ReturnStdScaling,
 )
-# What a replay buffer has of each step at least.
+# What a replay buffer has of each step at least, besides the action.
 _STORED = (
     "observation",
-    "action",
     "next.observation",
     "next.reward",
     "next.done",
@@ -278,7 +277,7 @@ def _check_structure(assembly: Assembly, parts: Mapping[str, Any], checkpoint: C
         "training.random": _anything,
         "training.metrics": _check_metrics,
         "replay.data": partial(_check_replay, assembly),
-        "training.hooks.replay_memory": _check_memory,
+        "training.hooks.replay_memory": partial(_check_memory, assembly),
     }
     for index in range(len(template["environment"]["discounted_returns"])):
         free[f"environment.discounted_returns.{index}"] = check_return
@@ -321,7 +320,7 @@ def _check_replay(assembly: Assembly, data: Any) -> None:
     (rows,) = data["batch_size"]
     if type(rows) is not int or not 0 < rows <= buffer.storage.max_size:
         raise ValueError(f"replay.data.batch_size is {str(data['batch_size'])[:40]}")
-    names: tuple[str, ...] = (*_STORED, "index")
+    names = (*_stored(assembly), "index")
     if getattr(getattr(assembly.trainer, "memory", None), "_multi_step", None) is not None:
         names += ("steps_to_next_obs",)
     check_rows(data["entries"], "replay.data.entries", rows=rows, names=names)
@@ -332,11 +331,19 @@ def _check_replay(assembly: Assembly, data: Any) -> None:
             raise ValueError(f"replay.data has observations of shape {list(observation.shape)}")
 
 
-def _check_memory(state: Any) -> None:
+def _stored(assembly: Assembly) -> tuple[str, ...]:
+    """Names of what is stored of each step at least, with dots between those of dictionaries."""
+    keys = (key if isinstance(key, tuple) else (key,) for key in assembly.env.action_keys)
+    return (*_STORED, *map(".".join, keys))
+
+
+def _check_memory(assembly: Assembly, state: Any) -> None:
     check_like(state["gaps"], 0, "training.hooks.replay_memory.gaps")
     if state.get("waiting") is not None:
         rows = state["batch_size"][0]
-        check_rows(state["waiting"], "training.hooks.replay_memory", rows=rows, names=_STORED)
+        check_rows(
+            state["waiting"], "training.hooks.replay_memory", rows=rows, names=_stored(assembly)
+        )
 
 
 def _restore_model(loss: LossModule, env: TransformedEnv, state: Mapping[str, Any]) -> None:

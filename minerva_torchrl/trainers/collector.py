@@ -17,6 +17,7 @@ from torchrl.modules import IndependentNormal
 
 from minerva_torchrl.envs.arrays import ArrayRollout
 from minerva_torchrl.modules.direct import plain_gaussian
+from minerva_torchrl.objectives.specs import keys_without
 
 __all__ = ["DirectCollector"]
 
@@ -143,15 +144,14 @@ class _OfObservation:
         self.policy, self.batch_dims, self.device = policy, batch_dims, device
         self.steps: list[TensorDictBase] = []
 
-    def act(self, observation: Tensor) -> NDArray[Any]:
+    def act(self, observation: Tensor) -> Any:
         data = TensorDict(
             {"observation": observation},
             batch_size=observation.shape[: self.batch_dims],
             device=self.device,
         )
         self.steps.append(self.policy(data).exclude("observation"))
-        array: NDArray[Any] = self.steps[-1].get("action").cpu().numpy()
-        return array
+        return self.steps[-1].get("action").cpu().numpy()  # a dictionary if it has parts
 
     def outputs(self, time: int) -> TensorDictBase:
         """All of it, along a dimension for time."""
@@ -165,7 +165,9 @@ def _acting(collector: DirectCollector) -> _Gaussian | _OfObservation | None:
         gaussian = plain_gaussian(policy)
         if gaussian is not None:
             return _Gaussian(*gaussian, device)
-    if not isinstance(policy, TensorDictModuleBase) or policy.in_keys != ["observation"]:
+    if not isinstance(policy, TensorDictModuleBase):
+        return None
+    if keys_without(policy.in_keys, policy.out_keys) != ["observation"]:
         return None
     # What goes into the next step is more than an action: the state of a recurrent network.
     names = [key if isinstance(key, str) else key[0] for key in policy.out_keys]

@@ -31,6 +31,7 @@ from tests.objectives.base import (
     with_updater,
 )
 from tests.objectives.discrete_problem import NUM_ACTIONS, ActionTable
+from tests.objectives.family_problem import Payoff, make_family_actor, make_family_data
 from tests.objectives.vmpo_problem import (
     CONTINUOUS,
     DISTRIBUTIONS,
@@ -384,3 +385,42 @@ def test_parts_in_several_places_are_refused(loss_class: Any) -> None:
     message = r"must be inside one entry, .* got \['arm', \('body', 'leg'\)\]"
     with pytest.raises(ValueError, match=message):
         loss_class(actor, critic)
+
+
+# Several parts -----------------------------------------------------------------------------------
+
+
+def test_retrace_weighs_all_parts() -> None:
+    """The ratio is that of the whole action: the sum of what the parts have in the data."""
+
+    def target(loss: MPOLoss, data: TensorDict) -> Tensor:
+        torch.manual_seed(1)
+        return loss.e_step(data)[0]["value_target"]
+
+    actor = make_family_actor("hybrid")
+    critic = ValueOperator(
+        Payoff(), in_keys=["observation", "action"], out_keys=["state_action_value"]
+    )
+    loss = with_updater(MPOLoss(actor, critic, num_action_samples=5))
+    loss.make_value_estimator("retrace", gamma=0.9)
+    data = make_family_data("hybrid", 4, 6, actor=actor)
+    data["action", "arm_log_prob"] += 0.3 * torch.randn(4, 6)
+    data["action", "tool_log_prob"] += 0.3 * torch.randn(4, 6)
+    of_parts = target(loss, data)
+    joint = data["action", "arm_log_prob"] + data["action", "tool_log_prob"]
+    loss.set_keys(log_prob="joint")
+    torch.testing.assert_close(of_parts, target(loss, data.set("joint", joint)))
+    arm_only = target(loss, data.set("joint", data["action", "arm_log_prob"]))
+    assert (arm_only - of_parts).abs().max() > 1e-3
+
+
+def test_retrace_names_the_part_without_log_probability() -> None:
+    actor = make_family_actor("hybrid")
+    critic = ValueOperator(
+        Payoff(), in_keys=["observation", "action"], out_keys=["state_action_value"]
+    )
+    loss = with_updater(MPOLoss(actor, critic)).make_value_estimator("retrace")
+    data = make_family_data("hybrid", 4, 6, actor=actor)
+    del data["action", "tool_log_prob"]
+    with pytest.raises(ValueError, match=r"tool_log_prob.*return_log_prob=True"):
+        loss(data)

@@ -61,6 +61,47 @@ def test_train_resume_and_act(member: str, tmp_path: Path) -> None:
     assert policy.predict(np.zeros((5, size), np.float32)).shape[0] == 5
 
 
+@pytest.mark.parametrize("algo", ["vmpo", "ppo"])
+@pytest.mark.parametrize("critic", ["two_hot", "hl_gauss"])
+def test_bins_of_state_values(algo: str, critic: str, tmp_path: Path) -> None:
+    """A support that grows is resumed as well."""
+    settings = {"v_min": -0.1, "v_max": 0.1, "num_atoms": 5, "adaptive": True}
+    changes: dict[str, Any] = {"network.critic": critic, "network.critic_kwargs": settings}
+    if algo == "ppo":
+        # A rate that falls would fall with the number of frames.
+        changes |= {"loss.clip_value": False, "optim.anneal_lr": False}
+    train(tmp_path / "whole", algo, **changes)
+    train(tmp_path / "parts", algo, **{**changes, "total_frames": 100})
+    resume(tmp_path / "parts", total_frames=200)
+    assert_same_parameters(tmp_path / "whole", tmp_path / "parts")
+    model = open_checkpoint(tmp_path / "whole").load("model")["loss"]
+    assert model["critic.support.low"] < -0.1
+    assert np.isfinite(column(tmp_path / "whole" / "metrics.csv", "clipped_targets")[-1])
+
+
+@pytest.mark.parametrize(
+    ("algo", "changes", "message"),
+    [
+        ("ppo", {"network.critic": "two_hot"}, "network.critic=two_hot needs loss.clip_value=fal"),
+        (
+            "vmpo",
+            {"network.critic": "hl_gauss", "loss.clip_value": 0.2},
+            "network.critic=hl_gauss needs loss.clip_value=null",
+        ),
+        (
+            "vmpo",
+            {"network.critic": "two_hot", "loss.loss_critic_type": "l1"},
+            "loss.loss_critic_type=l1 is for network.critic=scalar",
+        ),
+        ("vmpo", {"network.critic": "quantile"}, "network.critic"),
+        ("ppo", {"network.critic_kwargs": {"v_min": 0}}, "network.critic_kwargs: ScalarCritic got"),
+    ],
+)
+def test_refused_critics_of_states(algo: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tiny_config(algo, **changes)
+
+
 def test_presets() -> None:
     """They are Acme's, with critics that the loss is made with."""
     kinds = {
@@ -69,7 +110,7 @@ def test_presets() -> None:
         "acme-categorical": TwoHotCritic,
     }
     for name, kind in kinds.items():
-        assert PRESETS[name].loss == PRESETS["acme"].loss
+        assert PRESETS[name].loss == {**PRESETS["acme"].loss, "critic_coeff": 1.0}
         config = parse_config("mpo", {"preset": name, **PRESETS[name].settings()})
         assert config.network.critic in ("categorical", "gaussian_mixture", "two_hot")
         critic = make_critic(config.network.critic, config.network.critic_kwargs)

@@ -17,6 +17,7 @@ from minerva_torchrl.objectives.critics.ensembles import (
     check_width,
     make_ensemble,
 )
+from minerva_torchrl.objectives.critics.side_by_side import side_by_side
 from minerva_torchrl.objectives.critics.values import (
     Critic,
     HLGaussCritic,
@@ -42,4 +43,5 @@ __all__ = [
     "expectation",
     "make_ensemble",
     "resolve_critic",
+    "side_by_side",
 ]

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from minerva_torchrl.objectives import functional as F
 from minerva_torchrl.objectives.checks import check_count, check_positive
-from minerva_torchrl.objectives.critics.supports import Support
+from minerva_torchrl.objectives.critics.supports import OnSupport, Support
 from minerva_torchrl.objectives.critics.values import Backup, Critic, expectation
 
 __all__ = ["CategoricalCritic", "GaussianMixtureCritic", "QuantileCritic"]
@@ -99,7 +99,7 @@ class _AtomsCritic(_DistributionalCritic):
         return values.gather(-1, reached.sum(-1, keepdim=True)).squeeze(-1)
 
 
-class CategoricalCritic(_AtomsCritic):
+class CategoricalCritic(OnSupport, _AtomsCritic):
     r"""Probabilities of fixed atoms, as in distributional MPO (DMPO).
 
     The target is the mixture of the distributions of the N candidates at the next state, shifted
@@ -123,8 +123,6 @@ class CategoricalCritic(_AtomsCritic):
         >>> critic.mean(torch.tensor([0.0, 0.0, -torch.inf]))
         tensor(0.5000)
     """
-
-    metric_keys = ("clipped_targets",)
 
     def __init__(
         self,
@@ -161,10 +159,6 @@ class CategoricalCritic(_AtomsCritic):
     def loss(self, outputs: Tensor, target: Tensor) -> Tensor:
         """The cross-entropy with the target."""
         return -(target * outputs.log_softmax(-1)).sum(-1)
-
-    def metrics(self) -> dict[str, Tensor]:
-        """Share of targets outside of the support; above 0.01 it should be wider."""
-        return {"clipped_targets": self.support.clipped.clone()}
 
 
 class QuantileCritic(_AtomsCritic):

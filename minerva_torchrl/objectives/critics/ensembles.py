@@ -9,7 +9,7 @@ from copy import deepcopy
 from typing import Any
 
 from tensordict import NestedKey, TensorDictBase
-from tensordict.nn import TensorDictModule
+from tensordict.nn import TensorDictModule, TensorDictModuleBase
 from torch import Tensor, nn
 
 from minerva_torchrl.objectives.checks import check_count
@@ -128,9 +128,10 @@ def make_ensemble(
         critics = [qvalue_network]
         critics += [_fresh_copy(qvalue_network) for _ in range(num_qvalue_nets - 1)]
     for critic in critics:
-        if not isinstance(critic, TensorDictModule):
+        if not isinstance(critic, TensorDictModuleBase):
             raise TypeError(
-                "qvalue_network must be a TensorDictModule or a list of them, "
+                "qvalue_network must be a TensorDictModule or a list of them, or with objectives a "
+                "mapping of their networks, "
                 f"got {type(critic).__name__}."
             )
     if not critics:

@@ -7,8 +7,7 @@ from typing import Any
 from tensordict import NestedKey, TensorDictBase
 from tensordict.nn import TensorDictModule, TensorDictModuleBase
 
-from minerva_torchrl.objectives.checks import check_choice
-from minerva_torchrl.objectives.critics.values import Critic, ScalarCritic
+from minerva_torchrl.objectives.critics.values import Critic, ScalarCritic, resolve_critic
 
 __all__ = ["DescribedValue", "resolve_state_critic", "value_network"]
 
@@ -46,7 +45,7 @@ def value_network(network: Any, critic: Critic) -> tuple[Any, NestedKey | None]:
 
 def resolve_state_critic(
     critic: Critic | None, loss_critic_type: str, clip_value: float | bool | None
-) -> Critic:
+) -> ScalarCritic:
     """The given critic, or a scalar one.
 
     Args:
@@ -54,19 +53,10 @@ def resolve_state_critic(
         loss_critic_type (str): loss of a scalar one.
         clip_value (float, optional): for a scalar one as well.
     """
-    check_choice("loss_critic_type", loss_critic_type, ("l2", "l1", "smooth_l1"))
-    if critic is None:
-        return ScalarCritic(loss_critic_type)  # type: ignore[arg-type]
-    if not isinstance(critic, ScalarCritic):
-        raise TypeError(
-            "critic must be a ScalarCritic, TwoHotCritic or HLGaussCritic, which learn from scalar "
-            f"targets of states, got {type(critic).__name__}."
-        )
-    if loss_critic_type != "l2":
-        raise ValueError(
-            f"loss_critic_type={loss_critic_type!r} does not apply beside critic=: a "
-            f"{type(critic).__name__} has its own loss."
-        )
+    critic = resolve_critic(
+        critic, loss_critic_type, argument="loss_critic_type", scalar_targets=True
+    )
+    assert isinstance(critic, ScalarCritic)
     if clip_value and type(critic) is not ScalarCritic:
         raise ValueError(
             f"clip_value={clip_value} is for scalar critics, not a {type(critic).__name__}."

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from minerva_torchrl.objectives.checks import check_count
 
-__all__ = ["Support"]
+__all__ = ["OnSupport", "Support"]
 
 # More than this share of targets outside of a support, and it grows if it may.
 _CLIPPED = 0.01
@@ -96,3 +96,14 @@ class Support(nn.Module):
         if self.adaptive:
             self.high.add_(torch.where(above > _CLIPPED, width, 0.0))
             self.low.sub_(torch.where(below > _CLIPPED, width, 0.0))
+
+
+class OnSupport:
+    """What critics have in common whose probabilities are those of a support."""
+
+    support: Support
+    metric_keys: tuple[str, ...] = ("clipped_targets",)
+
+    def metrics(self) -> dict[str, Tensor]:
+        """Share of targets outside of the support; above 0.01 it should be wider."""
+        return {"clipped_targets": self.support.clipped.clone()}

@@ -16,7 +16,7 @@ from torchrl.objectives.utils import distance_loss
 
 from minerva_torchrl.objectives import functional as F
 from minerva_torchrl.objectives.checks import check_choice, check_positive
-from minerva_torchrl.objectives.critics.supports import Support
+from minerva_torchrl.objectives.critics.supports import OnSupport, Support
 
 __all__ = [
     "Backup",
@@ -134,10 +134,8 @@ class ScalarCritic(Critic):
         return distance_loss(value, target, self.loss_function)
 
 
-class _BinnedCritic(ScalarCritic):
+class _BinnedCritic(OnSupport, ScalarCritic):
     """Probabilities of bins, with the mean as the value, fitted to a scalar target."""
-
-    metric_keys = ("clipped_targets",)
 
     def __init__(
         self,
@@ -180,10 +178,6 @@ class _BinnedCritic(ScalarCritic):
     def loss(self, outputs: Tensor, target: Tensor) -> Tensor:
         """The cross-entropy with the target's probabilities."""
         return -(self._encode(target.squeeze(-1)) * outputs.log_softmax(-1)).sum(-1)
-
-    def metrics(self) -> dict[str, Tensor]:
-        """Share of targets outside of the support; above 0.01 it should be wider."""
-        return {"clipped_targets": self.support.clipped.clone()}
 
 
 class TwoHotCritic(_BinnedCritic):
@@ -270,24 +264,36 @@ class HLGaussCritic(_BinnedCritic):
         return F.hl_gauss(target, support, self.sigma * self._bin_width())
 
 
-def resolve_critic(critic: Critic | None, loss_function: str) -> Critic:
+def resolve_critic(
+    critic: Critic | None,
+    loss_function: str,
+    *,
+    argument: str = "loss_function",
+    scalar_targets: bool = False,
+) -> Critic:
     """The given critic, or a scalar one with a loss function.
 
     Args:
         critic (Critic, optional): as the user gave it.
         loss_function (str): of a scalar critic.
+
+    Keyword Args:
+        argument (str): what the user calls that. Defaults to ``"loss_function"``.
+        scalar_targets (bool): whether it has to learn from scalar targets, as of states. Defaults
+            to ``False``.
     """
-    check_choice("loss_function", loss_function, ("l2", "l1", "smooth_l1"))
+    check_choice(argument, loss_function, ("l2", "l1", "smooth_l1"))
     if critic is None:
         return ScalarCritic(loss_function)  # type: ignore[arg-type]
-    if not isinstance(critic, Critic):
-        raise TypeError(
-            "critic must be a Critic (ScalarCritic, CategoricalCritic, TwoHotCritic, "
-            f"HLGaussCritic, QuantileCritic or GaussianMixtureCritic), got {type(critic).__name__}."
-        )
+    wanted = "Critic (ScalarCritic, CategoricalCritic, TwoHotCritic, HLGaussCritic, QuantileCritic "
+    wanted += "or GaussianMixtureCritic)"
+    if scalar_targets:
+        wanted = "ScalarCritic, TwoHotCritic or HLGaussCritic, which learn from scalar targets"
+    if not isinstance(critic, ScalarCritic if scalar_targets else Critic):
+        raise TypeError(f"critic must be a {wanted}, got {type(critic).__name__}.")
     if loss_function != "l2":
         raise ValueError(
-            f"loss_function={loss_function!r} does not apply beside critic=: a "
+            f"{argument}={loss_function!r} does not apply beside critic=: a "
             f"{type(critic).__name__} has its own loss. Use critic=ScalarCritic({loss_function!r})."
         )
     return critic

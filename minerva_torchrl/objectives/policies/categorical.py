@@ -39,6 +39,7 @@ class Categorical(PolicyFamily):
 
     constraints = ("policy",)
     metric_keys = ("entropy",)
+    enumerates = True
 
     def __init__(self, *, one_hot: bool = False) -> None:
         super().__init__()

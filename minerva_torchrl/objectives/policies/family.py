@@ -45,6 +45,11 @@ class PolicyFamily(nn.Module, ABC):
         """Names of the divergences, one constraint each."""
 
     @property
+    def enumerates(self) -> bool:
+        """Whether candidates are all actions there are, so that a critic may value all at once."""
+        return False
+
+    @property
     def constraint_shape(self) -> tuple[int, ...]:
         """Shape of a constraint's multiplier."""
         return ()
