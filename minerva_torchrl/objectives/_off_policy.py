@@ -401,6 +401,7 @@ class OffPolicyLoss(DualLossModule):
         if self._corrects_off_policy:
             action = tensordict.get(self.tensor_keys.action)
             dist = self._dist(tensordict, self.target_actor_network_params)
+            # eq: off-policy-inputs
             log_pi = self.policy.log_prob(dist, action)
             for name, value in self._target_values(tensordict, action).items():
                 given[name] = {"log_pi": log_pi, "state_action_value": value[0].unsqueeze(-1)}
@@ -430,6 +431,7 @@ class OffPolicyLoss(DualLossModule):
         """Returns ``[*B, M]`` from those after the next state, by the value estimator."""
         estimator = self.value_estimator
         if next_value.shape[-1] > 1:  # a line in each return: take its offset and its slope
+            # eq: affine-backup
             zero = torch.zeros_like(next_value[..., :1])
             place = unravel_key(("next", self.tensor_keys.reward))
             without_reward = tensordict.copy().set(place, zero)
@@ -444,6 +446,7 @@ class OffPolicyLoss(DualLossModule):
                 name: x.unsqueeze(x.ndim - (x.ndim > tensordict.ndim - 1))
                 for name, x in given.items()
             }
+        # eq: critic-target
         target = estimator.value_estimate(tensordict, next_value=next_value, **given)
         return target.squeeze(-2) if single_steps else target
 

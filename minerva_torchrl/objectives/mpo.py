@@ -371,6 +371,7 @@ class MPOLoss(OffPolicyLoss):
                     log_prior=None if log_prior is None else self._gather(log_prior),
                     mask=self._gather(mask),
                 )
+            # eq: mpo-weights
             weights, dual, kl = temperature.weigh(score, log_prior)
             if with_metrics:
                 if name == MAIN_OBJECTIVE:
@@ -378,6 +379,7 @@ class MPOLoss(OffPolicyLoss):
                 shown = "q" if name == MAIN_OBJECTIVE else name
                 metrics[f"kl_{shown}_rel"] = masked_mean(kl, mask) / temperature.epsilon
             duals[name] = TensorDict({"dual": dual, "kl": kl}, batch_size=mask.shape)
+            # eq: objective-weights
             total_weights = total_weights + weights
         for name in self.cost_multipliers:
             cost = samples.get(("costs", name))
@@ -444,6 +446,7 @@ class MPOLoss(OffPolicyLoss):
         """The online policy, its cross-entropy ``[*S]`` and its divergences ``[*S, D or 1]``."""
         dist = self._dist(e_step.inputs, self.actor_network_params)
         new = self.policy.describe(dist)
+        # eq: decoupled-fit
         cross_entropy = self.policy.cross_entropy(new, e_step.old_policy, e_step.statistics)
         return dist, cross_entropy, self.policy.divergences(new, e_step.old_policy)
 
@@ -461,6 +464,7 @@ class MPOLoss(OffPolicyLoss):
         metrics: dict[str, Tensor] = {}
         for i, (name, critic) in enumerate(self._critics_by_objective()):
             output, target = outputs[..., i, :], targets[..., i, :]
+            # eq: mpo-critic-loss
             losses.append(critic.loss(output, target).sum(0))
             with torch.no_grad():
                 value, mean = critic.mean(output), critic.target_mean(target)
@@ -482,6 +486,7 @@ class MPOLoss(OffPolicyLoss):
         cross_entropy: Tensor,
         constraint_losses: dict[str, tuple[Tensor, Tensor]],
     ) -> Tensor:
+        # eq: mpo-policy-loss
         penalties = (penalty for penalty, _ in constraint_losses.values())
         return self._reduce_states(sum(penalties, cross_entropy), data)
 
@@ -489,6 +494,7 @@ class MPOLoss(OffPolicyLoss):
         self, data: TensorDictBase, constraint_losses: dict[str, tuple[Tensor, Tensor]]
     ) -> dict[str, Tensor]:
         of_states: dict[nn.Module, Tensor] = {}
+        # eq: mpo-dual-losses
         for name, temperature in self.temperatures.items():
             dual = data.get(("e_step", "duals", name))
             of_states[temperature] = temperature.loss(dual.get("dual"), dual.get("kl"))
@@ -558,6 +564,7 @@ class MPOLoss(OffPolicyLoss):
         self, states: TensorDictBase, num_samples: int
     ) -> tuple[TensorDict, dict[str, Tensor]]:
         """Candidates of the target policy at states ``[*B]``, and what each objective says."""
+        # eq: next-state-value
         dist = self._dist(states, self.target_actor_network_params)
         candidates = self.policy.candidates(dist, num_samples)
         values = self._target_values(states, candidates.action, candidates=True)
@@ -565,10 +572,12 @@ class MPOLoss(OffPolicyLoss):
         expected_value = expectation(scores[MAIN_OBJECTIVE], candidates.log_prior)
         costs = {}
         for name, multiplier in self.cost_multipliers.items():
+            # eq: cost-limited-score
             cost = scores.pop(name)
             costs[name] = expectation(cost, candidates.log_prior)
             scores[MAIN_OBJECTIVE] = scores[MAIN_OBJECTIVE] - multiplier() * cost
         if self.action_penalization:
+            # eq: out-of-bounds-cost
             scores["penalty"] = self.policy.bounds_cost(candidates.action)
         shape = (*states.shape, len(scores[MAIN_OBJECTIVE]))
         samples = TensorDict(
@@ -597,6 +606,7 @@ class MPOLoss(OffPolicyLoss):
         of_states = {f"kl_{name}": kl.mean(-1) for name, kl in divergences.items()}
         metrics = masked_means({"cross_entropy": cross_entropy, **of_states}, e_step.mask)
         for name, constraint in self.constraints.items():
+            # eq: relative-divergence
             metrics[f"kl_{name}_rel"] = metrics[f"kl_{name}"] / constraint.epsilon
         return {**metrics, **self.policy.metrics(dist, e_step.mask)}
 

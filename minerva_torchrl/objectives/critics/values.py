@@ -34,6 +34,7 @@ Backup = Callable[[Tensor], Tensor]
 
 def expectation(x: Tensor, log_prior: Tensor | None) -> Tensor:
     """Mean over candidates ``[N, *B, ...]``, with the probabilities ``[*B, N]`` of all actions."""
+    # eq: expected-value
     if log_prior is None:
         return x.mean(0)
     prior = log_prior.exp().movedim(-1, 0)
@@ -109,6 +110,7 @@ class ScalarCritic(Critic):
 
     def select(self, outputs: Tensor, reduction: str) -> Tensor:
         """The smallest or the mean value of the members, ``[N, *B]``."""
+        # eq: ensemble-value
         values = self.mean(outputs)
         return values.amin(0) if reduction == "min" else values.mean(0)
 
@@ -130,6 +132,7 @@ class ScalarCritic(Critic):
 
     def loss(self, outputs: Tensor, target: Tensor) -> Tensor:
         """The distance to the target."""
+        # eq: scalar-loss
         value, target = torch.broadcast_tensors(self.mean(outputs), target.squeeze(-1))
         return distance_loss(value, target, self.loss_function)
 
@@ -169,6 +172,7 @@ class _BinnedCritic(ScalarCritic):
 
     def mean(self, outputs: Tensor) -> Tensor:
         """The expected value of the bins."""
+        # eq: binned-mean
         return (outputs.softmax(-1) * self._values()).sum(-1)
 
     def target(self, next_value: Tensor, backup: Backup) -> Tensor:
@@ -179,6 +183,7 @@ class _BinnedCritic(ScalarCritic):
 
     def loss(self, outputs: Tensor, target: Tensor) -> Tensor:
         """The cross-entropy with the target's probabilities."""
+        # eq: binned-loss
         return -(self._encode(target.squeeze(-1)) * outputs.log_softmax(-1)).sum(-1)
 
     def metrics(self) -> dict[str, Tensor]:
@@ -259,6 +264,7 @@ class HLGaussCritic(_BinnedCritic):
         support = self.support()
         if not self.symlog:
             return support
+        # eq: hl-gauss-symlog-bins
         # The mean of an exponential over Gaussian and bin is too large by half their variance.
         spread = (self.sigma**2 + 1 / 12) * self._bin_width().square() / 2
         return support.sign() * torch.expm1(support.abs() - spread)

@@ -26,6 +26,7 @@ _HALF_LOG_TWO_PI = 0.5 * math.log(2 * math.pi)
 
 def gaussian_entropy(scale: Tensor) -> Tensor:
     r""":math:`\sum_j \tfrac12 + \tfrac12 \log 2\pi + \log \sigma_j`, ``[*B]`` for ``[*B, D]``."""
+    # eq: gaussian-entropy
     return (0.5 + _HALF_LOG_TWO_PI + scale.log()).sum(-1)
 
 
@@ -51,6 +52,7 @@ def weighted_moments(noise: Tensor, weights: Tensor) -> GaussianMoments:
     Returns:
         The moments over the first dimension.
     """
+    # eq: weighted-moments
     weighted = weights.unsqueeze(-1) * noise
     return GaussianMoments(
         total=weights.sum(0).unsqueeze(-1),
@@ -91,6 +93,7 @@ def weighted_gaussian_cross_entropy(
         >>> log_prob = torch.distributions.Normal(loc + 0.1, scale).log_prob(noise).sum(-1)
         >>> torch.testing.assert_close(by_moments, -(weights * log_prob).sum(0))
     """
+    # eq: gaussian-cross-entropy
     shift = (loc - old_loc) / old_scale
     spread = moments.second - shift * (2 * moments.first - moments.total * shift)
     squared_error = (old_scale / scale).square() * spread
@@ -125,7 +128,9 @@ def decoupled_gaussian_kl(
         >>> kl_mean, kl_stddev
         (tensor([2.]), tensor([0.]))
     """
+    # eq: kl-mean
     kl_mean = 0.5 * ((loc - old_loc) / old_scale).square()
+    # eq: kl-stddev
     # expm1 keeps bounds as tight as 1e-6 meaningful in single precision.
     log_ratio = (old_scale / scale).log()
     kl_stddev = 0.5 * torch.expm1(2 * log_ratio) - log_ratio
@@ -163,7 +168,9 @@ def multivariate_gaussian_kl(
         >>> kl_mean, kl_covariance
         (tensor(2.), tensor(0.))
     """
+    # eq: full-kl-mean
     kl_mean = 0.5 * _whitened(loc - old_loc, old_scale_tril).square().sum(-1)
+    # eq: full-kl-covariance
     ratio = torch.linalg.solve_triangular(scale_tril, old_scale_tril, upper=False)
     # expm1 keeps bounds as tight as 1e-6 meaningful in single precision.
     log_ratio = ratio.diagonal(dim1=-2, dim2=-1).log()
@@ -182,6 +189,7 @@ def weighted_multivariate_moments(noise: Tensor, weights: Tensor) -> GaussianMom
     Returns:
         ``total`` ``[*B, 1]``, ``first`` ``[*B, D]`` and ``second`` ``[*B, D, D]``.
     """
+    # eq: full-weighted-moments
     weighted = weights.unsqueeze(-1) * noise
     return GaussianMoments(
         total=weights.sum(-1, keepdim=True),
@@ -217,6 +225,7 @@ def weighted_multivariate_gaussian_cross_entropy(
     Returns:
         The cross-entropy of each state, ``[*B]``.
     """
+    # eq: full-cross-entropy
     shift = _whitened(loc - old_loc, old_scale_tril)
     cross = shift.unsqueeze(-1) * moments.first.unsqueeze(-2)
     outer = moments.total.unsqueeze(-1) * shift.unsqueeze(-1) * shift.unsqueeze(-2)
@@ -248,6 +257,7 @@ def categorical_kl(logits: Tensor, old_logits: Tensor) -> Tensor:
         >>> categorical_kl(torch.tensor([0.0, 0.0]), torch.tensor([0.0, float("-inf")]))
         tensor(0.6931)
     """
+    # eq: categorical-kl
     log_prob, old_log_prob = logits.log_softmax(-1), old_logits.log_softmax(-1)
     taken = old_log_prob > -math.inf
     log_ratio = torch.where(taken, old_log_prob, 0.0) - torch.where(taken, log_prob, 0.0)
@@ -270,4 +280,5 @@ def lagrangian_losses(
     Returns:
         The penalty on the policy and the loss of the multiplier, elementwise.
     """
+    # eq: lagrangian-penalty, lagrangian-dual
     return multiplier.detach() * kl, multiplier * (epsilon - kl.detach())

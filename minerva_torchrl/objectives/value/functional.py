@@ -45,21 +45,25 @@ __all__ = [
 
 def retrace_coefficient(log_pi: Tensor, log_mu: Tensor, lmbda: Tensor | float) -> Tensor:
     r""":math:`\lambda \min(1, \pi/\mu)`, clipped in log space so that nothing overflows."""
+    # eq: retrace-coefficient
     return lmbda * (log_pi - log_mu).clamp_max(0.0).exp()
 
 
 def importance_coefficient(log_pi: Tensor, log_mu: Tensor) -> Tensor:
     r""":math:`\pi / \mu`."""
+    # eq: importance-coefficient
     return (log_pi - log_mu).exp()
 
 
 def tree_backup_coefficient(log_pi: Tensor, lmbda: Tensor | float) -> Tensor:
     r""":math:`\lambda \pi(a|s)`. A density above one, possible for continuous actions, expands."""
+    # eq: tree-backup-coefficient
     return lmbda * log_pi.exp()
 
 
 def q_lambda_coefficient(like: Tensor, lmbda: Tensor | float) -> Tensor:
     r""":math:`\lambda` everywhere (Harutyunyan et al., 2016), of the shape of ``like``."""
+    # eq: q-lambda-coefficient
     return lmbda * torch.ones_like(like)
 
 
@@ -100,6 +104,7 @@ def off_policy_return_estimate(
     delta, decay = _temporal_difference_and_decay(
         gamma, coefficient, state_action_value, next_state_value, reward, done, terminated, time_dim
     )
+    # eq: trace-recursion
     correction = torch.zeros_like(delta[..., 0])
     corrections = []
     for t in range(delta.shape[-1] - 1, -1, -1):
@@ -128,6 +133,7 @@ def vec_off_policy_return_estimate(
     delta, decay = _temporal_difference_and_decay(
         gamma, coefficient, state_action_value, next_state_value, reward, done, terminated, time_dim
     )
+    # eq: trace-doubling
     length = delta.shape[-1]
     reach = 1
     while reach < length:
@@ -191,6 +197,7 @@ def retrace_return_estimate(
         >>> target.shape
         torch.Size([2, 5, 1])
     """
+    # eq: retrace-return
     coefficient = retrace_coefficient(log_pi, log_mu, lmbda)
     return off_policy_return_estimate(
         gamma,
@@ -218,6 +225,7 @@ def vec_retrace_return_estimate(
     time_dim: int = -2,
 ) -> Tensor:
     """:func:`retrace_return_estimate` without a loop over time."""
+    # eq: retrace-return
     coefficient = retrace_coefficient(log_pi, log_mu, lmbda)
     return vec_off_policy_return_estimate(
         gamma,
@@ -250,6 +258,7 @@ def standardize(advantage: Tensor, groups: Tensor | None = None, eps: float = 1e
     groups = groups.reshape(advantage.shape)
     result = torch.zeros_like(advantage)
     for group in groups.unique():
+        # eq: standardised-advantage
         members = advantage[groups == group]
         scale = members.std(correction=min(1, len(members) - 1)).clamp_min(eps)
         result = result.masked_scatter(groups == group, (members - members.mean()) / scale)
@@ -292,9 +301,11 @@ def _temporal_difference_and_decay(
             f"time_dim must be a dimension of the inputs of shape {tuple(reward.shape)}, "
             f"got {time_dim}."
         )
+    # eq: temporal-difference
     # A value that must not count is left out, not multiplied by zero: it may be NaN or infinite.
     bootstrap = torch.where(terminated.bool(), 0.0, next_state_value)
     delta = reward + gamma * bootstrap - state_action_value
+    # eq: trace-decay
     # The last step of the data has no successor, so its trace ends there.
     next_coefficient = torch.nn.functional.pad(
         coefficient.movedim(time_dim, -1)[..., 1:], (0, 1)
