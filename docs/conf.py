@@ -33,8 +33,8 @@ extensions = [
     "reference_tables",
     "repository_links",
 ]
-exclude_patterns = ["_build", "tutorials/README.md", "upstream/**", "auto_tutorials/*.ipynb"]
-suppress_warnings = ["config.cache"]  # sphinx-gallery is configured with objects
+exclude_patterns = ["_build", "tutorials/README.rst", "upstream/**", "auto_tutorials/*.ipynb"]
+suppress_warnings = ["toc.empty_glob"]  # a page may not be there yet
 nitpicky = False
 
 # Pages ------------------------------------------------------------------------------------------
@@ -44,6 +44,7 @@ myst_heading_anchors = 3
 
 html_theme = "furo"
 html_title = "minerva_torchrl"
+templates_path = ["_templates"]
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
 html_show_sphinx = False
@@ -59,7 +60,10 @@ autosummary_generate = True
 autosummary_imported_members = False
 autodoc_typehints = "none"  # docstrings name the types, in words
 autodoc_member_order = "bysource"
-autodoc_default_options = {"members": True, "show-inheritance": True}
+# Members of these classes and of what they inherit from are documented elsewhere.
+_FOREIGN = "LossModule,Module,ValueEstimatorBase,TensorDictModuleBase,Trainer,EnvBase,Transform,"
+_FOREIGN += "OptimizationStepper,TrainerHookBase,Sampler,ClipPPOLoss,Mapping,Exception,tuple,object"
+autodoc_default_options = {"members": True, "inherited-members": _FOREIGN}
 napoleon_google_docstring = True
 napoleon_numpy_docstring = False
 napoleon_use_rtype = False

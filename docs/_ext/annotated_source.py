@@ -11,6 +11,7 @@
 from __future__ import annotations
 
 import re
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -21,12 +22,29 @@ from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
 
-def places(book: E.Book) -> dict[str, list[tuple[str, str, int]]]:
-    """By equation, its places in the order of the pages: page, function, number on the page."""
-    found: dict[str, list[tuple[str, str, int]]] = {}
+Places = dict[str, list[tuple[str, str, int]]]
+
+
+@lru_cache(maxsize=1)
+def read_all() -> tuple[E.Book, dict[str, list[E.Passage]], Places]:
+    """The equations, the passages of every file, and the places of every equation.
+
+    A place is a page, a function, and the equation's number on that page.
+    """
+    book = E.load()
+    passages = {
+        path: E.passages((E.REPOSITORY / path).read_text(), path)
+        for paths in book.pages.values()
+        for path in paths
+    }
+    return book, passages, _places(book, passages)
+
+
+def _places(book: E.Book, passages: dict[str, list[E.Passage]]) -> Places:
+    found: Places = {}
     for page, paths in book.pages.items():
         for path in paths:
-            for passage in E.passages((E.REPOSITORY / path).read_text(), path):
+            for passage in passages[path]:
                 for name in passage.names:
                     of_name = found.setdefault(name, [])
                     number = sum(other == page for other, _, _ in of_name)
@@ -89,8 +107,8 @@ class Annotated(_Base):
 
     def run(self) -> list[nodes.Node]:
         """One row per segment of code."""
-        book, page = E.load(), self.arguments[0]
-        all_places = places(book)
+        page = self.arguments[0]
+        book, passages, all_places = read_all()
         seen: dict[str, int] = {}
         result: list[nodes.Node] = []
         names: list[str] = []
@@ -100,7 +118,7 @@ class Annotated(_Base):
             module = path.removesuffix(".py").replace("/", ".")
             file = nodes.section(ids=[nodes.make_id(f"file-{Path(path).stem}-{len(result)}")])
             file += nodes.title("", "", nodes.literal("", path.removeprefix("minerva_torchrl/")))
-            for passage in E.passages((E.REPOSITORY / path).read_text(), path):
+            for passage in passages[path]:
                 names += passage.names
                 section = nodes.section(ids=[nodes.make_id(f"{module}.{passage.qualname}")])
                 section += nodes.title("", "", nodes.literal("", passage.qualname))
@@ -119,7 +137,7 @@ class Annotated(_Base):
         path: str,
         module: str,
         seen: dict[str, int],
-        all_places: dict[str, list[tuple[str, str, int]]],
+        all_places: Places,
     ) -> list[nodes.Node]:
         rows: list[nodes.Node] = []
         explained: set[str] = set()
@@ -151,7 +169,7 @@ class Annotated(_Base):
         name: str,
         number: int,
         code_id: str,
-        all_places: dict[str, list[tuple[str, str, int]]],
+        all_places: Places,
     ) -> nodes.Node:
         equation = book.equations[name]
         box = nodes.container(classes=["eq-box"], ids=[anchor(name, number)])
@@ -205,8 +223,7 @@ class ShownEquations(_Base):
 
     def run(self) -> list[nodes.Node]:
         """Each with its title, its prose, and a link to its code."""
-        book = E.load()
-        where = places(book)
+        book, _, where = read_all()
         self.env.note_dependency(str(E.EQUATIONS))
         result: list[nodes.Node] = []
         for name in re.split(r"[,\s]+", self.arguments[0].strip()):
@@ -232,8 +249,7 @@ class EquationIndex(_Base):
 
     def run(self) -> list[nodes.Node]:
         """One row per equation, at its first place."""
-        book = E.load()
-        where = places(book)
+        book, _, where = read_all()
         self.env.note_dependency(str(E.EQUATIONS))
         result: list[nodes.Node] = []
         for page in book.pages:

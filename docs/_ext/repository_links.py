@@ -1,8 +1,7 @@
 """Links from pages to files of the repository.
 
 A page may be read in the repository, too, where ``[mpo.py](../minerva_torchrl/objectives/mpo.py)``
-is a link to the file. On the site a module leads to its source there, other files are downloads, and
-a folder is only named.
+is a link to the file. On the site files are downloads, and a folder is only named.
 """
 
 from __future__ import annotations
@@ -17,7 +16,7 @@ _LINK = re.compile(r"\[([^\]\n]+)\]\(((?:\.\./)+)([^)#\s]+)(#[^)\s]*)?\)")
 
 
 def linked(text: str, docname: str) -> str:
-    """The text of a page with links to folders taken out.
+    """The text of a page with its links to files outside of ``docs/`` as the site wants them.
 
     Args:
         text: Markdown.
@@ -30,7 +29,9 @@ def linked(text: str, docname: str) -> str:
         target = (folder / up / path).resolve()
         if not target.exists():
             raise ValueError(f"{docname} links to {up}{path}, which does not exist.")
-        return title if target.is_dir() else match.group(0)
+        if target.is_relative_to(REPOSITORY / "docs"):
+            return match.group(0)
+        return title if target.is_dir() else f"{{download}}`{title.strip('`')} <{up}{path}>`"
 
     return _LINK.sub(replaced, text)
 

@@ -37,7 +37,7 @@ BOXES = [
     ("loss", "objectives/", 550, 60, 120, "loss"),
     ("stepper", "trainers/", 710, 60, 120, "box"),
     ("policy, critic", "modules/ or yours", 370, 190, 140, "box"),
-    ("functions of tensors", "objectives/functional", 530, 190, 160, "loss"),
+    ("functions of tensors", "objectives/functional", 523, 190, 174, "loss"),
     ("optimisers", "torch", 710, 190, 120, "box"),
 ]
 HEIGHT = 54

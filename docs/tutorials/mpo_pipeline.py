@@ -21,7 +21,14 @@ from tensordict.nn import NormalParamExtractor, TensorDictModule
 from torch import nn
 from torchrl.collectors import Collector
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
-from torchrl.envs import ClipTransform, Compose, GymEnv, RewardSum, TransformedEnv
+from torchrl.envs import (
+    ClipTransform,
+    Compose,
+    DoubleToFloat,
+    GymEnv,
+    RewardSum,
+    TransformedEnv,
+)
 from torchrl.modules import MLP, IndependentNormal, ProbabilisticActor, ValueOperator
 from torchrl.objectives import SoftUpdate
 
@@ -33,7 +40,7 @@ torch.set_num_threads(1)
 env = GymEnv("InvertedPendulum-v5")
 spec = env.action_spec
 clip = ClipTransform(in_keys_inv=["action"], low=spec.space.low, high=spec.space.high)
-env = TransformedEnv(env, Compose(clip, RewardSum()))
+env = TransformedEnv(env, Compose(DoubleToFloat(), clip, RewardSum()))
 env.set_seed(0)
 
 # %%
@@ -65,7 +72,7 @@ loss.make_value_estimator(gamma=0.99)
 updater = SoftUpdate(loss, tau=0.02)
 networks = [*loss.actor_network_params.parameters(), *loss.qvalue_network_params.parameters()]
 optimizer = torch.optim.Adam(
-    [{"params": networks, "lr": 1e-3}, {"params": loss.dual_parameters(), "lr": 1e-2}]
+    [{"params": networks, "lr": 2e-3}, {"params": loss.dual_parameters(), "lr": 1e-2}]
 )
 loss.project_duals_after(optimizer)
 
@@ -76,11 +83,11 @@ loss.project_duals_after(optimizer)
 # Every parameter gets the gradient of its own loss and of nothing else, so one backward pass of the sum does.
 
 replay_buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(10_000), batch_size=64)
-collector = Collector(env, actor, frames_per_batch=200, total_frames=6_000)
+collector = Collector(env, actor, frames_per_batch=200, total_frames=5_000)
 frames, returns, metrics = [], [], []
 for data in collector:
     replay_buffer.extend(data)
-    for _ in range(100):
+    for _ in range(50):
         losses = loss(replay_buffer.sample())
         sum(value for key, value in losses.items() if key.startswith("loss_")).backward()
         optimizer.step()

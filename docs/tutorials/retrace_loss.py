@@ -25,7 +25,14 @@ from tensordict.nn import NormalParamExtractor, TensorDictModule
 from torch import nn
 from torchrl.collectors import Collector
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
-from torchrl.envs import ClipTransform, Compose, GymEnv, RewardSum, TransformedEnv
+from torchrl.envs import (
+    ClipTransform,
+    Compose,
+    DoubleToFloat,
+    GymEnv,
+    RewardSum,
+    TransformedEnv,
+)
 from torchrl.modules import MLP, IndependentNormal, ProbabilisticActor, ValueOperator
 from torchrl.objectives import SoftUpdate
 
@@ -50,7 +57,7 @@ print(vec_retrace_return_estimate(0.99, 0.95, log_pi, log_mu, q, v, reward, done
 env = GymEnv("InvertedPendulum-v5")
 spec = env.action_spec
 clip = ClipTransform(in_keys_inv=["action"], low=spec.space.low, high=spec.space.high)
-env = TransformedEnv(env, Compose(clip, RewardSum()))
+env = TransformedEnv(env, Compose(DoubleToFloat(), clip, RewardSum()))
 env.set_seed(0)
 size, actions = env.observation_spec["observation"].shape[-1], spec.shape[-1]
 cells = {"num_cells": [64, 64], "activation_class": nn.ELU}
@@ -81,17 +88,17 @@ loss.make_value_estimator("retrace", gamma=0.99, lmbda=0.95)
 updater = SoftUpdate(loss, tau=0.02)
 networks = [*loss.actor_network_params.parameters(), *loss.qvalue_network_params.parameters()]
 optimizer = torch.optim.Adam(
-    [{"params": networks, "lr": 1e-3}, {"params": loss.dual_parameters(), "lr": 1e-2}]
+    [{"params": networks, "lr": 2e-3}, {"params": loss.dual_parameters(), "lr": 1e-2}]
 )
 loss.project_duals_after(optimizer)
 replay_buffer = TensorDictReplayBuffer(
     storage=LazyTensorStorage(10_000), sampler=SequenceSampler(8), batch_size=16
 )
-collector = Collector(env, actor, frames_per_batch=200, total_frames=6_000)
+collector = Collector(env, actor, frames_per_batch=200, total_frames=5_000)
 frames, returns = [], []
 for data in collector:
     replay_buffer.extend(data)
-    for _ in range(100):
+    for _ in range(50):
         losses = loss(replay_buffer.sample())  # [16, 8]
         sum(value for key, value in losses.items() if key.startswith("loss_")).backward()
         optimizer.step()
