@@ -72,7 +72,8 @@ def parameters(obj: Any) -> dict[str, inspect.Parameter]:
     Args:
         obj: a function or a class.
     """
-    signature = inspect.signature(obj)
+    # A metaclass may have a signature of its own, which is not that of the class.
+    signature = inspect.signature(obj.__init__ if isinstance(obj, type) else obj)
     return {
         name: parameter
         for name, parameter in signature.parameters.items()

@@ -9,15 +9,12 @@
 
 from __future__ import annotations
 
-import importlib
-import inspect
 import re
 from pathlib import Path
-from typing import Any
 
-import docstrings
 import yaml
 from docutils import nodes
+from reference_origins import argument_rows
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
@@ -26,39 +23,12 @@ ORIGINS = DOCS / "origins.yaml"
 METRICS = DOCS / "metrics.yaml"
 
 
-def resolve(path: str) -> Any:
-    """An object by its dotted name.
-
-    Args:
-        path: such as ``minerva_torchrl.MPOLoss``.
-    """
-    place, name = path.rsplit(".", 1)
-    return getattr(importlib.import_module(place), name)
-
-
 def as_markdown(text: str) -> str:
     """Text of a docstring as Markdown in the cell of a table."""
     text = re.sub(r":math:`([^`]*)`", r"$\1$", text)
     text = re.sub(r":\w+:`~?([^`]*)`", lambda m: f"`{m.group(1).rsplit('.', 1)[-1]}`", text)
     text = re.sub(r"(?<![<(])(https?://\S*[^\s.,;)])", r"<\1>", text)
     return text.replace("``", "`").replace("|", "\\|")
-
-
-def argument_rows(path: str, origins: dict[str, Any]) -> list[tuple[str, str, str, str]]:
-    """Name, default, meaning and origin of each argument.
-
-    Args:
-        path: dotted name of a function or class.
-        origins: by the last part of a dotted name, origins of its arguments.
-    """
-    obj = resolve(path)
-    described = docstrings.arguments(inspect.getdoc(obj) or "")
-    of_object = origins.get(path.rsplit(".", 1)[1], {})
-    rows = []
-    for name, parameter in docstrings.parameters(obj).items():
-        text = described[name].text if name in described else ""
-        rows.append((name, docstrings.default(parameter), text, of_object.get(name, "")))
-    return rows
 
 
 class Arguments(SphinxDirective):

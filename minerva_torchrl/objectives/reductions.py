@@ -22,6 +22,10 @@ def masked_mean(x: Tensor, mask: Tensor | None, weights: Tensor | None = None) -
 
     Returns:
         A 0-d tensor.
+
+    Examples:
+        >>> masked_mean(torch.tensor([1.0, 3.0, float("nan")]), torch.tensor([True, True, False]))
+        tensor(2.)
     """
     # eq: masked-mean
     if weights is None:

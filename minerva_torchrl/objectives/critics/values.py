@@ -33,7 +33,22 @@ Backup = Callable[[Tensor], Tensor]
 
 
 def expectation(x: Tensor, log_prior: Tensor | None) -> Tensor:
-    """Mean over candidates ``[N, *B, ...]``, with the probabilities ``[*B, N]`` of all actions."""
+    """Mean over candidates ``[N, *B, ...]``, with the probabilities ``[*B, N]`` of all actions.
+
+    Args:
+        x (Tensor): something of every candidate, ``[N, *B, ...]``.
+        log_prior (Tensor, optional): log-probabilities of the candidates, ``[*B, N]``, if they are all
+            actions there are. Without it they are samples, which count alike.
+
+    Returns:
+        The mean of each state, ``[*B, ...]``.
+
+    Examples:
+        >>> expectation(torch.tensor([1.0, 3.0]), None)
+        tensor(2.)
+        >>> expectation(torch.tensor([1.0, 3.0]), torch.tensor([0.75, 0.25]).log())
+        tensor(1.5000)
+    """
     # eq: expected-value
     if log_prior is None:
         return x.mean(0)
@@ -282,6 +297,13 @@ def resolve_critic(critic: Critic | None, loss_function: str) -> Critic:
     Args:
         critic (Critic, optional): as the user gave it.
         loss_function (str): of a scalar critic.
+
+    Returns:
+        A critic.
+
+    Examples:
+        >>> resolve_critic(None, "l1").loss_function
+        'l1'
     """
     check_choice("loss_function", loss_function, ("l2", "l1", "smooth_l1"))
     if critic is None:

@@ -369,7 +369,19 @@ def out_of_bounds_cost(action: Tensor, low: Tensor, high: Tensor) -> Tensor:
 
 
 def sample_kl_to_uniform(weights: Tensor, *, sample_dim: int = 0) -> Tensor:
-    r""":math:`KL(w \| u) = \sum_i w_i \log(N w_i)`, ``[*B]``: 0 (uniform) to ``log N`` (one)."""
+    r""":math:`KL(w \| u) = \sum_i w_i \log(N w_i)`, ``[*B]``: 0 (uniform) to ``log N`` (one).
+
+    Args:
+        weights (Tensor): ``[N, *B]``, summing to one over ``sample_dim``.
+        sample_dim (int): where the samples are. Defaults to 0.
+
+    Returns:
+        The divergence of each state, ``[*B]``.
+
+    Examples:
+        >>> sample_kl_to_uniform(torch.tensor([1.0, 0.0]))
+        tensor(0.6931)
+    """
     # eq: kl-to-uniform
     return math.log(weights.shape[sample_dim]) - weight_entropy(weights, sample_dim=sample_dim)
 
@@ -384,6 +396,11 @@ def sample_kl(weights: Tensor, log_prior: Tensor | None = None, *, sample_dim: i
 
     Returns:
         The divergence of each state, ``[*B]``.
+
+    Examples:
+        >>> weights = torch.tensor([1.0, 0.0])
+        >>> sample_kl(weights, torch.tensor([0.25, 0.75]).log())
+        tensor(1.3863)
     """
     if log_prior is None:
         return sample_kl_to_uniform(weights, sample_dim=sample_dim)
@@ -393,12 +410,36 @@ def sample_kl(weights: Tensor, log_prior: Tensor | None = None, *, sample_dim: i
 
 
 def weight_entropy(weights: Tensor, *, sample_dim: int = 0) -> Tensor:
-    r""":math:`H(w) = -\sum_i w_i \log w_i`, ``[*B]``; zero weights contribute nothing."""
+    r""":math:`H(w) = -\sum_i w_i \log w_i`, ``[*B]``; zero weights contribute nothing.
+
+    Args:
+        weights (Tensor): ``[N, *B]``, summing to one over ``sample_dim``.
+        sample_dim (int): where the samples are. Defaults to 0.
+
+    Returns:
+        The entropy of each state, ``[*B]``.
+
+    Examples:
+        >>> weight_entropy(torch.tensor([0.5, 0.5]))
+        tensor(0.6931)
+    """
     # eq: weight-entropy
     return -torch.special.xlogy(weights, weights).sum(sample_dim)
 
 
 def effective_sample_size(weights: Tensor, *, sample_dim: int = 0) -> Tensor:
-    r""":math:`1 / \sum_i w_i^2`, ``[*B]``: from 1 (one sample) to ``N`` (uniform weights)."""
+    r""":math:`1 / \sum_i w_i^2`, ``[*B]``: from 1 (one sample) to ``N`` (uniform weights).
+
+    Args:
+        weights (Tensor): ``[N, *B]``, summing to one over ``sample_dim``.
+        sample_dim (int): where the samples are. Defaults to 0.
+
+    Returns:
+        The number for each state, ``[*B]``.
+
+    Examples:
+        >>> effective_sample_size(torch.tensor([0.5, 0.5, 0.0]))
+        tensor(2.)
+    """
     # eq: effective-sample-size
     return 1 / weights.square().sum(sample_dim)

@@ -25,7 +25,18 @@ _HALF_LOG_TWO_PI = 0.5 * math.log(2 * math.pi)
 
 
 def gaussian_entropy(scale: Tensor) -> Tensor:
-    r""":math:`\sum_j \tfrac12 + \tfrac12 \log 2\pi + \log \sigma_j`, ``[*B]`` for ``[*B, D]``."""
+    r""":math:`\sum_j \tfrac12 + \tfrac12 \log 2\pi + \log \sigma_j`, ``[*B]`` for ``[*B, D]``.
+
+    Args:
+        scale (Tensor): standard deviations, ``[*B, D]``.
+
+    Returns:
+        The entropy of each state, ``[*B]``.
+
+    Examples:
+        >>> gaussian_entropy(torch.ones(2))
+        tensor(2.8379)
+    """
     # eq: gaussian-entropy
     return (0.5 + _HALF_LOG_TWO_PI + scale.log()).sum(-1)
 
@@ -51,6 +62,11 @@ def weighted_moments(noise: Tensor, weights: Tensor) -> GaussianMoments:
 
     Returns:
         The moments over the first dimension.
+
+    Examples:
+        >>> noise, weights = torch.tensor([[1.0], [3.0]]), torch.tensor([0.5, 0.5])
+        >>> weighted_moments(noise, weights)
+        GaussianMoments(total=tensor([1.]), first=tensor([2.]), second=tensor([5.]))
     """
     # eq: weighted-moments
     weighted = weights.unsqueeze(-1) * noise
@@ -188,6 +204,12 @@ def weighted_multivariate_moments(noise: Tensor, weights: Tensor) -> GaussianMom
 
     Returns:
         ``total`` ``[*B, 1]``, ``first`` ``[*B, D]`` and ``second`` ``[*B, D, D]``.
+
+    Examples:
+        >>> noise, weights = torch.tensor([[1.0, 0.0], [0.0, 2.0]]), torch.tensor([0.5, 0.5])
+        >>> weighted_multivariate_moments(noise, weights).second
+        tensor([[0.5000, 0.0000],
+                [0.0000, 2.0000]])
     """
     # eq: full-weighted-moments
     weighted = weights.unsqueeze(-1) * noise
@@ -224,6 +246,15 @@ def weighted_multivariate_gaussian_cross_entropy(
 
     Returns:
         The cross-entropy of each state, ``[*B]``.
+
+    Examples:
+        >>> noise, weights = torch.randn(4, 20, 2), torch.rand(4, 20)
+        >>> loc, factor = torch.zeros(4, 2), torch.eye(2).expand(4, 2, 2)
+        >>> by_moments = weighted_multivariate_gaussian_cross_entropy(
+        ...     loc + 0.1, factor, loc, factor, weighted_multivariate_moments(noise, weights)
+        ... )
+        >>> log_prob = torch.distributions.Normal(0.1, 1.0).log_prob(noise).sum(-1)
+        >>> torch.testing.assert_close(by_moments, -(weights * log_prob).sum(-1))
     """
     # eq: full-cross-entropy
     shift = _whitened(loc - old_loc, old_scale_tril)
@@ -279,6 +310,11 @@ def lagrangian_losses(
 
     Returns:
         The penalty on the policy and the loss of the multiplier, elementwise.
+
+    Examples:
+        >>> kl, multiplier = torch.tensor([0.2]), torch.tensor([10.0])
+        >>> lagrangian_losses(kl, multiplier, 0.1)
+        (tensor([2.]), tensor([-1.]))
     """
     # eq: lagrangian-penalty, lagrangian-dual
     return multiplier.detach() * kl, multiplier * (epsilon - kl.detach())

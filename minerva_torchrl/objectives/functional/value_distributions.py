@@ -26,13 +26,35 @@ _HALF_LOG_TWO_PI = 0.5 * math.log(2 * math.pi)
 
 
 def symlog(x: Tensor) -> Tensor:
-    r""":math:`\mathrm{sign}(x) \log(1 + |x|)`: a logarithm for values of any sign and size."""
+    r""":math:`\mathrm{sign}(x) \log(1 + |x|)`: a logarithm for values of any sign and size.
+
+    Args:
+        x (Tensor): any shape.
+
+    Returns:
+        A tensor of the same shape.
+
+    Examples:
+        >>> symlog(torch.tensor([-1.0, 0.0, 1.0]))
+        tensor([-0.6931,  0.0000,  0.6931])
+    """
     # eq: symlog
     return x.sign() * x.abs().log1p()
 
 
 def symexp(x: Tensor) -> Tensor:
-    r""":math:`\mathrm{sign}(x) (\exp |x| - 1)`, the inverse of :func:`symlog`."""
+    r""":math:`\mathrm{sign}(x) (\exp |x| - 1)`, the inverse of :func:`symlog`.
+
+    Args:
+        x (Tensor): any shape.
+
+    Returns:
+        A tensor of the same shape.
+
+    Examples:
+        >>> symexp(symlog(torch.tensor([-100.0, 100.0])))
+        tensor([-100.,  100.])
+    """
     # eq: symexp
     return x.sign() * x.abs().expm1()
 
@@ -166,6 +188,11 @@ def weighted_quantile_huber_loss(
 
     Returns:
         The loss, ``[*B]``.
+
+    Examples:
+        >>> target, weights = torch.tensor([2.0, 9.0]), torch.tensor([1.0, 0.0])
+        >>> weighted_quantile_huber_loss(torch.tensor([0.0, 4.0]), target, weights)
+        tensor(0.7500)
     """
     # eq: quantile-huber
     num_quantiles = quantiles.shape[-1]

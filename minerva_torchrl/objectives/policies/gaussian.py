@@ -236,6 +236,14 @@ class TanhGaussian(DiagonalGaussian):
     """A Gaussian over raw actions behind a tanh, which keeps actions inside their bounds.
 
     Candidates are scored before the tanh, where they are Gaussian and nothing has to be inverted.
+
+    Takes the arguments of :class:`DiagonalGaussian`.
+
+    Examples:
+        >>> family = TanhGaussian()
+        >>> dist = TanhNormal(torch.zeros(2), torch.ones(2), low=-1.0, high=1.0)
+        >>> bool(family.candidates(dist, 100).action.abs().max() <= 1)
+        True
     """
 
     def _from_raw(self, dist: Any, raw_action: Tensor) -> Tensor:
