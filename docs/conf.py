@@ -12,7 +12,7 @@ REPOSITORY = DOCS.parent
 sys.path[:0] = [str(REPOSITORY), str(DOCS / "_ext")]
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the tutorials' networks are small
 
-import minerva_torchrl  # noqa: E402
+import minerva_torchrl
 
 project = "minerva_torchrl"
 author = "The minerva_torchrl authors"

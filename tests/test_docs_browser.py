@@ -29,7 +29,14 @@ LOOKS = [
     for name, width in (("wide", 1440), ("phone", 390))
     for scheme in ("light", "dark")
 ]
-SHOWN = ("index", "mpo", "equations/e-step", "equations/index", "diagnostics", "auto_tutorials/mpo_pipeline")
+SHOWN = (
+    "index",
+    "mpo",
+    "equations/e-step",
+    "equations/index",
+    "diagnostics",
+    "auto_tutorials/mpo_pipeline",
+)
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(not (BROWSER and DRIVER), reason="Chromium or its driver is missing"),
@@ -91,12 +98,13 @@ def look(browser: Any, width: int, scheme: str) -> None:
 
 RENDERED = """
 const done = arguments[arguments.length - 1];
+const short = e => e.textContent.slice(0, 80);
 const wanted = [...document.querySelectorAll('div.math, span.math')];
 const count = () => done({
   formulas: wanted.length,
-  missing: wanted.filter(e => !e.querySelector('mjx-container')).map(e => e.textContent.slice(0, 80)),
-  errors: [...document.querySelectorAll('mjx-merror')].map(e => e.textContent.slice(0, 80)),
-  flat: wanted.filter(e => { const r = e.getBoundingClientRect(); return !r.width || !r.height; }).length,
+  missing: wanted.filter(e => !e.querySelector('mjx-container')).map(short),
+  errors: [...document.querySelectorAll('mjx-merror')].map(short),
+  flat: wanted.filter(e => !e.getBoundingClientRect().width).length,
   overflow: document.documentElement.scrollWidth - window.innerWidth,
 });
 if (wanted.length === 0) count();

@@ -53,7 +53,16 @@ def test_package() -> None:
 
 def test_layers_have_markers() -> None:
     marked = {path for path, _ in E.package_sources()}
-    parts = ("functional/", "value/functional", "duals", "policies/", "critics/", "mpo", "vmpo", "ppo")
+    parts = (
+        "functional/",
+        "value/functional",
+        "duals",
+        "policies/",
+        "critics/",
+        "mpo",
+        "vmpo",
+        "ppo",
+    )
     for part in parts:
         assert any(f"objectives/{part}" in path for path in marked), part
 
@@ -72,7 +81,8 @@ def test_nothing_wrong() -> None:
 
 
 @pytest.mark.parametrize(
-    "marker", ["#eq: twice", "# eq twice", "# eq: Twice", "# eq: twice;half", "# eq:", "# EQ: twice"]
+    "marker",
+    ["#eq: twice", "# eq twice", "# eq: Twice", "# eq: twice;half", "# eq:", "# EQ: twice"],
 )
 def test_malformed_marker(marker: str) -> None:
     [problem] = [p for p in problems(SOURCE.replace("# eq: twice", marker)) if "a marker is" in p]
@@ -83,7 +93,10 @@ def test_malformed_marker(marker: str) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (("    y = 2 * x", "    y = 2 * x  # eq: twice"), "a.py:7: a marker stands on a line of its own"),
+        (
+            ("    y = 2 * x", "    y = 2 * x  # eq: twice"),
+            "a.py:7: a marker stands on a line of its own",
+        ),
         (('"""A module."""', '"""A module."""\n# eq: twice'), "a.py:2: a marker belongs inside"),
         (("# eq: twice", "# eq: twice\n"), "a.py:6: nothing follows"),
         (("# eq: twice", "# eq: twice\n    # eq: half"), "a.py:6: nothing follows"),
@@ -99,7 +112,9 @@ def test_unknown_name() -> None:
 
 
 def test_equation_without_marker() -> None:
-    assert "the equation 'twice' has no marker." in problems(SOURCE.replace("    # eq: twice\n", ""))
+    assert "the equation 'twice' has no marker." in problems(
+        SOURCE.replace("    # eq: twice\n", "")
+    )
 
 
 def test_public_function_without_marker() -> None:
@@ -133,7 +148,10 @@ def test_file_on_no_page() -> None:
         (r"w_i = \frac{\exp(Q_i / \eta)}{2}", ["w", "i", "Q", r"\eta"]),
         (r"\pi'(a) \text{ for all of them}", [r"\pi", "'", "a"]),
         (r"\mathrm{KL}(w \,\|\, u)", [r"\mathrm{KL}", "w", "u"]),
-        (r"\tilde D, \hat{A}, \overline{\mathrm{KL}}", [r"\tilde{D}", r"\hat{A}", r"\overline{\mathrm{KL}}"]),
+        (
+            r"\tilde D, \hat{A}, \overline{\mathrm{KL}}",
+            [r"\tilde{D}", r"\hat{A}", r"\overline{\mathrm{KL}}"],
+        ),
         (r"\mathcal N(0, 1)", [r"\mathcal{N}"]),
         (r"\begin{aligned} x \\ y \end{aligned}", ["x", "y"]),
     ],

@@ -60,7 +60,9 @@ def test_trains_in_a_clean_environment(wheel: Path, tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
         return done.stdout
 
-    where = run("-c", "import minerva_torchrl; minerva_torchrl.MPOLoss; print(minerva_torchrl.__file__)")
+    where = run(
+        "-c", "import minerva_torchrl; minerva_torchrl.MPOLoss; print(minerva_torchrl.__file__)"
+    )
     assert Path(where.strip()).is_relative_to(home)
     run("-m", "minerva_torchrl", "train", "mpo", "total_frames=2000", "run_dir=run")
     assert (tmp_path / "run" / "summary.json").is_file()

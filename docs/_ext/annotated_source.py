@@ -21,7 +21,6 @@ from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
 
-
 Places = dict[str, list[tuple[str, str, int]]]
 
 
@@ -77,7 +76,11 @@ class _Base(SphinxDirective):
         return block
 
     def link(self, text: str, page: str, target: str, *classes: str) -> nodes.reference:
-        uri = f"#{target}" if page == self.env.docname else f"{_relative(self.env.docname, page)}#{target}"
+        uri = (
+            f"#{target}"
+            if page == self.env.docname
+            else f"{_relative(self.env.docname, page)}#{target}"
+        )
         return nodes.reference("", text, refuri=uri, internal=True, classes=list(classes))
 
     def notation(self, names: list[str], book: E.Book) -> nodes.Node:

@@ -1,7 +1,7 @@
 r"""Equations and the lines of code that implement them.
 
-A comment ``# eq: mpo-weights`` (or several names, with commas) stands above the code that implements
-an equation. It covers the lines from there to the next marker, to an empty line, or to the end of
+A comment ``# eq: mpo-weights`` (or several names, with commas) stands above the code that
+implements an equation. It covers the lines from there to the next marker, to an empty line, or to the end of
 its block. The equations themselves, their prose and the notation are in ``docs/equations.yaml``.
 
 Nothing here needs Sphinx, so that the tests can use it.
@@ -78,12 +78,18 @@ def load(path: Path = EQUATIONS) -> Book:
 # Symbols -----------------------------------------------------------------------------------------
 
 # Commands that arrange what is around them.
-_STRUCTURE = set(
-    """frac tfrac dfrac sqrt left right big Big bigg Bigg bigl bigr Bigl Bigr quad qquad text
-    begin end aligned cases cdot cdots ldots dots le ge leq geq ne neq to mapsto infty sum prod log
-    exp min max in notin mid propto leftarrow rightarrow approx sim equiv otherwise lVert rVert lvert rvert
-    lfloor rfloor lceil rceil nolimits limits top partial displaystyle textstyle substack mathclose mathopen mathbin
-    cup cap wedge vee circ times odot pm langle rangle colon ast forall""".split()
+_STRUCTURE = frozenset(
+    re.findall(
+        r"\w+",
+        """
+    frac tfrac dfrac sqrt left right big Big bigg Bigg bigl bigr Bigl Bigr quad qquad text begin
+    end aligned cases cdot cdots ldots dots le ge leq geq ne neq to mapsto infty sum prod log
+    exp min max in notin mid propto leftarrow rightarrow approx sim equiv otherwise lVert rVert
+    lvert rvert lfloor rfloor lceil rceil nolimits limits top partial displaystyle textstyle
+    substack mathclose mathopen mathbin cup cap wedge vee circ times odot pm langle rangle colon
+    ast forall
+""",
+    )
 )
 _ACCENTS = ("tilde", "hat", "bar", "overline", "underline", "widetilde", "widehat")
 _TOKEN = re.compile(
@@ -225,7 +231,9 @@ def _passage(function: _Function, lines: list[str], path: str) -> Passage:
     docstring = ast.get_docstring(node)
     shown: list[tuple[int, tuple[str, ...], str]] = []  # line, equations, text
     body_start = body[0].lineno
-    skipped = range(body_start, (body[0].end_lineno or 0) + 1) if docstring is not None else range(0)
+    skipped = (
+        range(body_start, (body[0].end_lineno or 0) + 1) if docstring is not None else range(0)
+    )
     names: tuple[str, ...] = ()
     depth = 0
     for number in range(node.lineno, (node.end_lineno or 0) + 1):
@@ -294,12 +302,18 @@ def problems(book: Book, sources: Iterable[tuple[str, str]], public: Iterable[st
                     found.append(f"{path}: {passage.qualname} names an unknown equation {name!r}.")
             used.update(passage.names)
             by_path.setdefault(path, set()).update(passage.names)
-    found += [f"the equation {name!r} has no marker." for name in book.equations if name not in used]
-    found += [f"the public function {name!r} has no marker." for name in public if name not in marked]
+    found += [
+        f"the equation {name!r} has no marker." for name in book.equations if name not in used
+    ]
+    found += [
+        f"the public function {name!r} has no marker." for name in public if name not in marked
+    ]
     for equation in book.equations.values():
         unknown = [s for s in symbols(equation.latex) if s not in book.notation]
         if unknown:
-            found.append(f"symbols of {equation.name!r} without an entry in the notation: {unknown}.")
+            found.append(
+                f"symbols of {equation.name!r} without an entry in the notation: {unknown}."
+            )
     on_pages = {path for paths in book.pages.values() for path in paths}
     found += [f"{path} has markers, but is on no page." for path in by_path if path not in on_pages]
     used_symbols = {s for e in book.equations.values() for s in symbols(e.latex)}

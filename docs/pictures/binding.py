@@ -1,7 +1,7 @@
 """Draw which constraint binds in runs: ``python docs/pictures/binding.py runs/a runs/b``.
 
-Without arguments it draws the two runs whose columns are in ``docs/pictures/data``. With ``--keep`` it
-also stores the columns that it drew there.
+Without arguments it draws the two runs whose columns are in ``docs/pictures/data``. With
+``--keep`` it also stores the columns that it drew there.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ def read(path: Path) -> Table:
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
     keep = [r for r in rows if all(r.get(n) for n in ("frames",))]
-    names = [n for n in ("frames", "return_mean", *RELATIVE, *DUALS) if n in (rows[0] if rows else {})]
+    names = [
+        n for n in ("frames", "return_mean", *RELATIVE, *DUALS) if n in (rows[0] if rows else {})
+    ]
     return {n: [float(r[n]) if r[n] else float("nan") for r in keep] for n in names}
 
 

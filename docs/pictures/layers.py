@@ -64,11 +64,11 @@ NOTES = [
 
 def box(name: str, below: str, left: int, top: int, width: int, kind: str) -> str:
     """A rectangle with two lines in it."""
-    middle = left + width / 2
+    middle, centred = left + width / 2, 'text-anchor="middle"'
     return (
         f'<rect class="{kind}" x="{left}" y="{top}" width="{width}" height="{HEIGHT}" rx="7"/>'
-        f'<text class="title" x="{middle}" y="{top + 24}" text-anchor="middle">{escape(name)}</text>'
-        f'<text class="small" x="{middle}" y="{top + 42}" text-anchor="middle">{escape(below)}</text>'
+        f'<text class="title" x="{middle}" y="{top + 24}" {centred}>{escape(name)}</text>'
+        f'<text class="small" x="{middle}" y="{top + 42}" {centred}>{escape(below)}</text>'
     )
 
 

@@ -2,18 +2,20 @@ r"""
 MPO in your TorchRL pipeline
 ============================
 
-:class:`~minerva_torchrl.MPOLoss` is a TorchRL ``LossModule``. You keep your environment, your networks, your collector
-and your replay buffer; the loss takes a batch and returns losses.
+:class:`~minerva_torchrl.MPOLoss` is a TorchRL ``LossModule``. You keep your environment, your
+networks, your collector and your replay buffer; the loss takes a batch and returns losses.
 
-This page builds the shortest loop that learns: a cart that has to keep a pole upright, some thousand frames, one core.
+This page builds the shortest loop that learns: a cart that has to keep a pole upright, some
+thousand frames, one core.
 """
 
 # %%
 # Environment
 # -----------
 #
-# A Gaussian policy may propose actions outside of the bounds. The *raw* action is stored and scored, and the environment
-# clips it. The bounds come from the spec, so that the lines work for any task.
+# A Gaussian policy may propose actions outside of the bounds. The *raw* action is stored and
+# scored, and the environment clips it. The bounds come from the spec, so that the lines work for
+# any task.
 
 import matplotlib.pyplot as plt
 import torch
@@ -47,7 +49,8 @@ env.set_seed(0)
 # Networks
 # --------
 #
-# The actor writes ``loc`` and ``scale``; the critic reads observation and action and writes ``state_action_value``.
+# The actor writes ``loc`` and ``scale``; the critic reads observation and action and writes
+# ``state_action_value``.
 
 size, actions = env.observation_spec["observation"].shape[-1], spec.shape[-1]
 cells = {"num_cells": [64, 64], "activation_class": nn.ELU}
@@ -64,8 +67,9 @@ critic = ValueOperator(MLP(size + actions, 1, **cells), in_keys=["observation", 
 # Loss
 # ----
 #
-# One loss module, one optimiser with two groups: networks, and dual variables (the temperature and the multipliers), which
-# want a larger learning rate. ``project_duals_after`` keeps them above their floor.
+# One loss module, one optimiser with two groups: networks, and dual variables (the temperature
+# and the multipliers), which want a larger learning rate. ``project_duals_after`` keeps them
+# above their floor.
 
 loss = MPOLoss(actor, critic, num_action_samples=10, epsilon=0.5, epsilon_mean=1e-2)
 loss.make_value_estimator(gamma=0.99)
@@ -80,7 +84,8 @@ loss.project_duals_after(optimizer)
 # Loop
 # ----
 #
-# Every parameter gets the gradient of its own loss and of nothing else, so one backward pass of the sum does.
+# Every parameter gets the gradient of its own loss and of nothing else, so one backward pass of
+# the sum does.
 
 replay_buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(10_000), batch_size=64)
 collector = Collector(env, actor, frames_per_batch=200, total_frames=5_000)
@@ -98,14 +103,15 @@ for data in collector:
     returns += finished.tolist()
     metrics.append({name: losses[name].item() for name in ("kl_q_rel", "kl_mean_rel")})
 collector.shutdown()
-print(f"mean return of the first ten episodes {sum(returns[:10]) / 10:.0f}, of the last ten {sum(returns[-10:]) / 10:.0f}")
+first, last = (sum(part) / 10 for part in (returns[:10], returns[-10:]))
+print(f"mean return of the first ten episodes {first:.0f}, of the last ten {last:.0f}")
 
 # %%
 # What it learned
 # ---------------
 #
-# Returns while exploring, and two divergences over their bounds: one means that the constraint is met exactly
-# (:doc:`/diagnostics`).
+# Returns while exploring, and two divergences over their bounds: one means that the constraint is
+# met exactly (:doc:`/diagnostics`).
 
 figure, (left, right) = plt.subplots(1, 2, figsize=(9, 3.2), layout="constrained")
 left.plot(frames, returns, ".")

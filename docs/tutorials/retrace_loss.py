@@ -2,15 +2,15 @@ r"""
 Retrace in your loss
 ====================
 
-:class:`~minerva_torchrl.Retrace` is a TorchRL value estimator. It corrects returns of stored sequences for the
-difference between the policy that acted and the policy that is evaluated,
+:class:`~minerva_torchrl.Retrace` is a TorchRL value estimator. It corrects returns of stored
+sequences for the difference between the policy that acted and the policy that is evaluated,
 
 .. math::
     G_t = r_t + \gamma \Big[ v_{t+1} + \lambda \min \Big( 1, \frac{\pi(a_{t+1})}{\mu(a_{t+1})} \Big)
         (G_{t+1} - q_{t+1}) \Big]
 
-(Munos et al., 2016, https://arxiv.org/abs/1606.02647). There are three ways to use it: as a function of tensors, as an
-estimator on a TensorDict, and inside of a loss.
+(Munos et al., 2016, https://arxiv.org/abs/1606.02647). There are three ways to use it: as a
+function of tensors, as an estimator on a TensorDict, and inside of a loss.
 """
 
 # %%
@@ -51,8 +51,8 @@ print(vec_retrace_return_estimate(0.99, 0.95, log_pi, log_mu, q, v, reward, done
 # As an estimator
 # ---------------
 #
-# The data must hold the raw action and the log-probability that it had when it was taken: build the policy with
-# ``return_log_prob=True``.
+# The data must hold the raw action and the log-probability that it had when it was taken: build
+# the policy with ``return_log_prob=True``.
 
 env = GymEnv("InvertedPendulum-v5")
 spec = env.action_spec
@@ -80,8 +80,8 @@ print(rollout["value_target"].shape, rollout["advantage"].shape)
 # Inside of a loss
 # ----------------
 #
-# ``make_value_estimator("retrace", ...)`` works for every TorchRL loss whose critic rates actions. Sequences come from
-# ``SequenceSampler``, which draws every stored step equally often.
+# ``make_value_estimator("retrace", ...)`` works for every TorchRL loss whose critic rates
+# actions. Sequences come from ``SequenceSampler``, which draws every stored step equally often.
 
 loss = MPOLoss(actor, critic, num_action_samples=10, epsilon=0.5, epsilon_mean=1e-2)
 loss.make_value_estimator("retrace", gamma=0.99, lmbda=0.95)
@@ -108,7 +108,8 @@ for data in collector:
     frames += [len(replay_buffer)] * len(finished)
     returns += finished.tolist()
 collector.shutdown()
-print(f"mean return of the first ten episodes {sum(returns[:10]) / 10:.0f}, of the last ten {sum(returns[-10:]) / 10:.0f}")
+first, last = (sum(part) / 10 for part in (returns[:10], returns[-10:]))
+print(f"mean return of the first ten episodes {first:.0f}, of the last ten {last:.0f}")
 
 # %%
 # What it learned
@@ -116,12 +117,16 @@ print(f"mean return of the first ten episodes {sum(returns[:10]) / 10:.0f}, of t
 
 figure, axes = plt.subplots(figsize=(6, 3.2), layout="constrained")
 axes.plot(frames, returns, ".")
-axes.set(xlabel="frames", ylabel="return of an episode", title="InvertedPendulum-v5, MPO with Retrace")
+axes.set(
+    xlabel="frames", ylabel="return of an episode", title="InvertedPendulum-v5, MPO with Retrace"
+)
 
 # %%
 # Two traps
 # ---------
 #
-# - Frames drawn at random (``init_random_frames`` of a collector) carry a log-probability of zero, which would count as
-#   a density of one. ``Retrace`` refuses such data: warm up with the initial policy instead.
-# - A multi-step transform in the buffer rewrites rewards. ``Retrace`` wants one-step data and says so.
+# - Frames drawn at random (``init_random_frames`` of a collector) carry a log-probability of
+#   zero, which would count as a density of one. ``Retrace`` refuses such data: warm up with the
+#   initial policy instead.
+# - A multi-step transform in the buffer rewrites rewards. ``Retrace`` wants one-step data and
+#   says so.

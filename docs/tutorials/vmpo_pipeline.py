@@ -2,19 +2,19 @@ r"""
 V-MPO in your pipeline
 ======================
 
-:class:`~minerva_torchrl.VMPOLoss` is for fresh rollouts, as PPO is. It takes continuous and discrete actions; here it
-balances a pole with two actions.
+:class:`~minerva_torchrl.VMPOLoss` is for fresh rollouts, as PPO is. It takes continuous and
+discrete actions; here it balances a pole with two actions.
 
-An update has two parts. The E-step weighs the whole rollout once. Then policy, critic and multipliers take several steps
-on minibatches of it.
+An update has two parts. The E-step weighs the whole rollout once. Then policy, critic and
+multipliers take several steps on minibatches of it.
 """
 
 # %%
 # Environment and networks
 # ------------------------
 #
-# The loss needs the parameters of the policy that collected the data. The actor writes them (``logits``), so the
-# collector stores them.
+# The loss needs the parameters of the policy that collected the data. The actor writes them
+# (``logits``), so the collector stores them.
 
 import matplotlib.pyplot as plt
 import torch
@@ -46,8 +46,8 @@ critic = ValueOperator(MLP(size, 1, **cells), in_keys=["observation"])
 # Loss
 # ----
 #
-# The temperature is solved for on every batch. ``alpha_update="relative"`` lets multipliers step in proportion to the
-# violation of their bound.
+# The temperature is solved for on every batch. ``alpha_update="relative"`` lets multipliers step
+# in proportion to the violation of their bound.
 
 loss = VMPOLoss(actor, critic, epsilon=0.1, epsilon_policy=1e-2, alpha_update="relative")
 loss.make_value_estimator("gae", gamma=0.99, lmbda=0.95)
@@ -61,7 +61,8 @@ loss.project_duals_after(optimizer)
 # Loop
 # ----
 #
-# Advantages once per rollout, the E-step once per rollout, then steps on minibatches of what it returned.
+# Advantages once per rollout, the E-step once per rollout, then steps on minibatches of what it
+# returned.
 
 collector = Collector(env, actor, frames_per_batch=1_000, total_frames=15_000)
 frames, returns, divergences = [], [], []
@@ -100,5 +101,6 @@ right.legend()
 # Continuous actions
 # ------------------
 #
-# Only the actor changes: ``out_keys=["loc", "scale"]``, ``distribution_class=IndependentNormal``, and a
-# ``ClipTransform`` as in :doc:`mpo_pipeline`. The constraints are then ``mean`` and ``stddev``.
+# Only the actor changes: ``out_keys=["loc", "scale"]``, ``distribution_class=IndependentNormal``,
+# and a ``ClipTransform`` as in :doc:`mpo_pipeline`. The constraints are then ``mean`` and
+# ``stddev``.

@@ -373,6 +373,7 @@ class MPOLoss(OffPolicyLoss):
                 )
             # eq: mpo-weights
             weights, dual, kl = temperature.weigh(score, log_prior)
+
             if with_metrics:
                 if name == MAIN_OBJECTIVE:
                     metrics |= _weight_metrics(weights, samples, mask)

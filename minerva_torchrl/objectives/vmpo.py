@@ -346,6 +346,7 @@ class VMPOLoss(OnPolicyLoss):
         metrics = {"advantage_mean": mean, "advantage_std": std}
         if self.normalize_advantage:
             advantage = (advantage - mean) / (std + 1e-8)
+        # eq: temperature-solved
         temperature = self.temperatures[MAIN_OBJECTIVE]
         if temperature.solved:
             self._solve_temperature(advantage, usable, importance, valid)

@@ -94,7 +94,7 @@ def parse_config(algo: str, settings: Mapping[str, Any]) -> RunConfig:
 
 
 def load_config(run_dir: Path) -> RunConfig:
-    """The settings in the folder of a run. Code that they name is not imported.
+    r"""The settings in the folder of a run. Code that they name is not imported.
 
     Args:
         run_dir (Path): folder of the run.
@@ -105,7 +105,7 @@ def load_config(run_dir: Path) -> RunConfig:
     Examples:
         >>> import tempfile
         >>> folder = Path(tempfile.mkdtemp())
-        >>> _ = (folder / "config.yaml").write_text("algo: mpo\\nseed: 3")
+        >>> _ = (folder / "config.yaml").write_text("algo: mpo\nseed: 3")
         >>> load_config(folder).seed
         3
     """

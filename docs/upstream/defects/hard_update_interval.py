@@ -1,6 +1,7 @@
 """HardUpdate(value_network_update_interval=n) copies at every call n + 1.
 
-**Describe the bug.** With an interval of 2 the target network changes at calls 3, 6, 9, ... of ``step()``, not 2, 4, 6, ...
+**Describe the bug.** With an interval of 2 the target network changes at calls 3, 6, 9, ... of
+``step()``, not 2, 4, 6, ...
 
 **Expected.** A copy at every n-th call, as the argument's name and documentation say.
 

@@ -1,8 +1,8 @@
 """TensorDictModule looks for optional packages with every output that it writes.
 
-**Describe the bug.** ``TensorDictModule._write_to_tensordict`` passes each output through ``TensorDict.from_any``, which asks
-``importlib`` whether optional packages are installed before it returns a tensor as it is. For a small network this takes
-longer than the network.
+**Describe the bug.** ``TensorDictModule._write_to_tensordict`` passes each output through
+``TensorDict.from_any``, which asks ``importlib`` whether optional packages are installed before
+it returns a tensor as it is. For a small network this takes longer than the network.
 
 **Expected.** A tensor is recognised first; or the answers are cached.
 """

@@ -1,13 +1,16 @@
-"""MultiStepTransform does not mark an n-step transition as terminal if the episode ends before step n.
+"""MultiStepTransform does not mark transitions whose episode terminates before step n.
 
-**Describe the bug.** With ``n_steps=3`` and an episode that terminates at its second step, the transition that begins at the
-first step ends in the terminal state, but its ``("next", "terminated")`` is false: only ``reward`` and the next observation
-are moved. A TD(0) target on such data bootstraps from a terminal state.
+**Describe the bug.** With ``n_steps=3`` and an episode that terminates at its second step, the
+transition that begins at the first step ends in the terminal state, but its ``("next",
+"terminated")`` is false: only ``reward`` and the next observation are moved. A TD(0) target on
+such data bootstraps from a terminal state.
 
-**Expected.** ``done``, ``terminated`` and ``truncated`` of the step whose next observation is taken. Passing ``done_keys=[]``
-happens to give this, because the entries are then treated like observations.
+**Expected.** ``done``, ``terminated`` and ``truncated`` of the step whose next observation is
+taken. Passing ``done_keys=[]`` happens to give this, because the entries are then treated like
+observations.
 
-**Impact.** Tasks that terminate are learned with wrong targets for the last n - 1 steps of every episode.
+**Impact.** Tasks that terminate are learned with wrong targets for the last n - 1 steps of every
+episode.
 """
 
 import torch
@@ -23,7 +26,9 @@ def defect() -> bool:
     current = {"observation": torch.arange(6.0).unsqueeze(-1)}
     data = TensorDict({**current, "next": following}, [6], names=["time"])
     transform = MultiStepTransform(n_steps=3, gamma=0.9)
-    buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(10), transform=transform, batch_size=1)
+    buffer = TensorDictReplayBuffer(
+        storage=LazyTensorStorage(10), transform=transform, batch_size=1
+    )
     buffer.extend(data)
     first = buffer[:][0]
     assert first["next", "reward"].item() > 1.5  # it spans both steps

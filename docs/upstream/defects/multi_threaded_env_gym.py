@@ -1,7 +1,8 @@
 """MultiThreadedEnv needs the abandoned package gym.
 
-**Describe the bug.** ``MultiThreadedEnv`` makes its environments with ``envpool.make(..., env_type="gym")``, which imports
-``gym``. Where only Gymnasium is installed this fails, although envpool has ``env_type="gymnasium"``.
+**Describe the bug.** ``MultiThreadedEnv`` makes its environments with ``envpool.make(...,
+env_type="gym")``, which imports ``gym``. Where only Gymnasium is installed this fails, although
+envpool has ``env_type="gymnasium"``.
 
 **Expected.** The environment type that is installed, or an argument.
 

@@ -1,8 +1,8 @@
 """After ParallelEnv.load_state_dict the next step returns before the worker has taken it.
 
-**Describe the bug.** A worker that has loaded its state signals twice: by the flag in shared memory, and by its event. The
-parent waits for the event and leaves the flag set. The next ``step`` finds the flag and returns at once, with what was in the
-buffers before.
+**Describe the bug.** A worker that has loaded its state signals twice: by the flag in shared
+memory, and by its event. The parent waits for the event and leaves the flag set. The next
+``step`` finds the flag and returns at once, with what was in the buffers before.
 
 **Expected.** ``load_state_dict`` clears the flag, or does not set it.
 """

@@ -1,10 +1,12 @@
 """Collectors store a log-probability of zero for frames of init_random_frames.
 
-**Describe the bug.** With ``init_random_frames`` the policy is bypassed, and what it would have written, ``action_log_prob``,
-``loc``, ``scale``, is stored as 0.0 instead. A log-probability of zero is a density of one: importance ratios and traces
-(V-trace, Retrace) of these frames are wrong without any sign of it, and a ``scale`` of zero makes divergences infinite.
+**Describe the bug.** With ``init_random_frames`` the policy is bypassed, and what it would have
+written, ``action_log_prob``, ``loc``, ``scale``, is stored as 0.0 instead. A log-probability of
+zero is a density of one: importance ratios and traces (V-trace, Retrace) of these frames are
+wrong without any sign of it, and a ``scale`` of zero makes divergences infinite.
 
-**Expected.** The log-density of the random policy, or NaN, or an error if such entries are in the data.
+**Expected.** The log-density of the random policy, or NaN, or an error if such entries are in the
+data.
 """
 
 import torch

@@ -1,7 +1,8 @@
 """VecNormV2 loses the variance of observations whose mean is large.
 
-**Describe the bug.** The variance is E[x^2] - E[x]^2, in float32. For observations around 10,000 with a standard deviation of 1
-both terms are about 1e8, where float32 has steps of 8: the result is noise, often negative (then NaN or the least scale).
+**Describe the bug.** The variance is E[x^2] - E[x]^2, in float32. For observations around 10,000
+with a standard deviation of 1 both terms are about 1e8, where float32 has steps of 8: the result
+is noise, often negative (then NaN or the least scale).
 
 **Expected.** Welford's update of the variance itself, or double precision.
 """

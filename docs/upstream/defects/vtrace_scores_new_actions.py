@@ -1,8 +1,9 @@
 """VTrace scores freshly sampled actions instead of the stored ones.
 
-**Describe the bug.** The importance ratio is pi(a|s) / mu(a|s) of the *stored* action a. ``VTrace`` calls the actor, which
-draws a new action, and takes that action's log-probability as log pi. Two calls on the same data give different ratios even
-though nothing is random about the data or the networks.
+**Describe the bug.** The importance ratio is pi(a|s) / mu(a|s) of the *stored* action a.
+``VTrace`` calls the actor, which draws a new action, and takes that action's log-probability as
+log pi. Two calls on the same data give different ratios even though nothing is random about the
+data or the networks.
 
 **Expected.** ``dist.log_prob(tensordict["action"])``, which is deterministic.
 """

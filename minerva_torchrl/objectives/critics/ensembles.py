@@ -72,7 +72,9 @@ class SingleActionCritic(ActionValueCritic):
         >>> from tensordict import TensorDict
         >>> critic = SingleActionCritic("state_action_value", "action")
         >>> states = TensorDict({"observation": torch.zeros(5, 3)}, [5])
-        >>> sum_of_all = lambda data: data["action"].sum(-1, keepdim=True).unsqueeze(0)  # one network
+        >>> sum_of_all = lambda data: (
+        ...     data["action"].sum(-1, keepdim=True).unsqueeze(0)
+        ... )  # one network
         >>> critic.of_candidates(sum_of_all, states, torch.ones(7, 5, 2)).shape
         torch.Size([1, 7, 5])
     """
@@ -103,7 +105,9 @@ class AllActionsCritic(ActionValueCritic):
         >>> from tensordict import TensorDict
         >>> critic = AllActionsCritic("action_value")
         >>> states = TensorDict({"observation": torch.zeros(5, 3)}, [5])
-        >>> values = lambda data: torch.tensor([1.0, 2.0]).expand(1, 5, 2)  # one network, two actions
+        >>> values = lambda data: torch.tensor([1.0, 2.0]).expand(
+        ...     1, 5, 2
+        ... )  # one network, two actions
         >>> critic.of_action(values, states, torch.ones(5, dtype=torch.long))
         tensor([[2., 2., 2., 2., 2.]])
     """

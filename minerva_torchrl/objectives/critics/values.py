@@ -37,8 +37,8 @@ def expectation(x: Tensor, log_prior: Tensor | None) -> Tensor:
 
     Args:
         x (Tensor): something of every candidate, ``[N, *B, ...]``.
-        log_prior (Tensor, optional): log-probabilities of the candidates, ``[*B, N]``, if they are all
-            actions there are. Without it they are samples, which count alike.
+        log_prior (Tensor, optional): log-probabilities of the candidates, ``[*B, N]``, if they are
+            all actions there are. Without it they are samples, which count alike.
 
     Returns:
         The mean of each state, ``[*B, ...]``.

@@ -197,6 +197,7 @@ def vmpo_weights_and_temperature_loss(
         counted = selected & (importance_weights > 0)
     any_counted = counted.any()
 
+    # eq: vmpo-weights
     # The best advantage is taken out for accuracy; it is -inf when nothing is counted.
     best = advantage.masked_fill(~counted, -math.inf).amax()
     best = torch.where(any_counted, best, 0.0)
@@ -205,7 +206,6 @@ def vmpo_weights_and_temperature_loss(
         logits = logits + torch.where(counted, importance_weights, 1.0).log()
     logits = torch.where(counted | ~any_counted, logits, -math.inf)
     log_sum_exp = logits.flatten().logsumexp(0)
-    # eq: vmpo-weights
     weights = (logits - log_sum_exp).detach().exp() * counted
     # eq: vmpo-temperature-loss
     log_mean_exp = log_sum_exp - selected.sum().clamp_min(1).log()

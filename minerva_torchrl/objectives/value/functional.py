@@ -324,7 +324,8 @@ def vec_retrace_return_estimate(
         >>> log_pi, log_mu, q, v, reward = torch.randn(5, 2, 7, 1)
         >>> data = (log_pi, log_mu, q, v, reward, torch.zeros(2, 7, 1, dtype=torch.bool))
         >>> torch.testing.assert_close(
-        ...     vec_retrace_return_estimate(0.9, 0.95, *data), retrace_return_estimate(0.9, 0.95, *data)
+        ...     vec_retrace_return_estimate(0.9, 0.95, *data),
+        ...     retrace_return_estimate(0.9, 0.95, *data),
         ... )
     """
     # eq: retrace-return
