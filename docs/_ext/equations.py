@@ -1,8 +1,9 @@
 r"""Equations and the lines of code that implement them.
 
 A comment ``# eq: mpo-weights`` (or several names, with commas) stands above the code that
-implements an equation. It covers the lines from there to the next marker, to an empty line, or to the end of
-its block. The equations themselves, their prose and the notation are in ``docs/equations.yaml``.
+implements an equation. It covers the lines from there to the next marker, to an empty line, or to
+the end of its block. The equations themselves, their prose and the notation are in
+``docs/equations.yaml``.
 
 Nothing here needs Sphinx, so that the tests can use it.
 """

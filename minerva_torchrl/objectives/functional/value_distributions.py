@@ -52,8 +52,8 @@ def symexp(x: Tensor) -> Tensor:
         A tensor of the same shape.
 
     Examples:
-        >>> symexp(symlog(torch.tensor([-100.0, 100.0])))
-        tensor([-100.,  100.])
+        >>> symexp(torch.tensor([-1.0, 0.0, 1.0]))
+        tensor([-1.7183,  0.0000,  1.7183])
     """
     # eq: symexp
     return x.sign() * x.abs().expm1()

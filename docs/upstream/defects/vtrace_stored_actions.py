@@ -1,11 +1,11 @@
-"""VTrace scores freshly sampled actions instead of the stored ones.
+"""VTrace does not score the stored actions.
 
-**Describe the bug.** The importance ratio is pi(a|s) / mu(a|s) of the *stored* action a.
-``VTrace`` calls the actor, which draws a new action, and takes that action's log-probability as
-log pi. Two calls on the same data give different ratios even though nothing is random about the
-data or the networks.
+**Describe the bug.** The importance ratio is pi(a|s) / mu(a|s) of the *stored* action a. ``VTrace``
+calls the actor instead and takes the log-probability of the action that comes out: a fresh sample,
+or the mode, whatever the exploration type says. The stored action is never read: other stored
+actions with the same log-probabilities give the same targets.
 
-**Expected.** ``dist.log_prob(tensordict["action"])``, which is deterministic.
+**Expected.** ``dist.log_prob(tensordict["action"])``.
 """
 
 import torch
@@ -32,9 +32,10 @@ def defect() -> bool:
     data = {"observation": torch.randn(1, 10, 3), "action": torch.randn(1, 10, 2)}
     data |= {"action_log_prob": torch.randn(1, 10), "next": following}
     batch = TensorDict(data, [1, 10])
+    other = batch.clone().set("action", 10 + batch["action"])
     with torch.no_grad():
-        first, second = (estimator(batch.clone())["value_target"] for _ in range(2))
-    return not torch.equal(first, second)
+        first, second = (estimator(data.clone())["value_target"] for data in (batch, other))
+    return torch.equal(first, second)
 
 
 if __name__ == "__main__":
