@@ -13,7 +13,7 @@ PORT ?= 8000
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all campaign campaign-quick bench results-smoke report docs docs-serve check format clean
+.PHONY: help train test test-all campaign campaign-quick bench results-smoke report docs docs-serve upstream-patch check format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s  %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -48,6 +48,9 @@ docs: $(DOCS_STAMP) ## build the documentation into docs/_build/html, without a 
 
 docs-serve: docs ## build the documentation and show it on http://localhost:8000 (PORT=...)
 	@$(BIN)/python -m http.server --bind 127.0.0.1 --directory $(SITE) $(PORT)
+
+upstream-patch: $(STAMP) ## write the losses into a checkout of TorchRL, a branch per pull request (TORCHRL=path)
+	@$(BIN)/python docs/upstream/patch.py "$(TORCHRL)"
 
 check: $(STAMP) ## lint, check the formatting and the types
 	@$(BIN)/python -m ruff check .
