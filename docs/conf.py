@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 import warnings
 from pathlib import Path
@@ -11,6 +12,8 @@ DOCS = Path(__file__).parent
 REPOSITORY = DOCS.parent
 sys.path[:0] = [str(REPOSITORY), str(DOCS / "_ext")]
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the tutorials' networks are small
+
+from sphinx.application import Sphinx
 
 import minerva_torchrl
 
@@ -34,7 +37,6 @@ extensions = [
     "repository_links",
 ]
 exclude_patterns = ["_build", "tutorials/README.rst", "upstream/**", "auto_tutorials/*.ipynb"]
-suppress_warnings = ["toc.empty_glob"]  # a page may not be there yet
 nitpicky = False
 
 # Pages ------------------------------------------------------------------------------------------
@@ -47,6 +49,7 @@ html_title = "minerva_torchrl"
 templates_path = ["_templates"]
 html_static_path = ["_static"]
 html_css_files = ["site.css"]
+html_favicon = "_static/favicon.svg"
 html_show_sphinx = False
 html_show_copyright = False
 html_copy_source = False
@@ -84,3 +87,20 @@ sphinx_gallery_conf = {
     "plot_gallery": os.environ.get("DOCS_TUTORIALS", "run") == "run",
 }
 warnings.filterwarnings("ignore", category=DeprecationWarning, module="torchrl")
+
+
+# Optional pages ----------------------------------------------------------------------------------
+
+
+def _without_missing_pages(app: Sphinx, docname: str, content: list[str]) -> None:
+    """Leave ``name?`` out of a table of contents if there is no such page."""
+    if docname == "index":
+        names = re.findall(r"^(\w+)\?$", content[0], re.MULTILINE)
+        for name in names:
+            there = name if (DOCS / f"{name}.md").exists() else ""
+            content[0] = re.sub(rf"^{name}\?$", there, content[0], flags=re.MULTILINE)
+
+
+def setup(app: Sphinx) -> None:
+    """Sphinx calls this."""
+    app.connect("source-read", _without_missing_pages)

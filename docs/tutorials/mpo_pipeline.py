@@ -88,7 +88,7 @@ loss.project_duals_after(optimizer)
 # the sum does.
 
 replay_buffer = TensorDictReplayBuffer(storage=LazyTensorStorage(10_000), batch_size=64)
-collector = Collector(env, actor, frames_per_batch=200, total_frames=5_000)
+collector = Collector(env, actor, frames_per_batch=200, total_frames=7_000)
 frames, returns, metrics = [], [], []
 for data in collector:
     replay_buffer.extend(data)
