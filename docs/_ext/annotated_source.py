@@ -272,24 +272,24 @@ class EquationIndex(_Base):
                 row += links
                 rows += row
             section = nodes.section(ids=[f"index-{page}"])
-            title_text = page.replace("-", " ")
-            section += nodes.title("", "", *self._page_title(page, title_text))
+            section += nodes.title("", "", self._page_title(page))
             section += rows
             result.append(section)
         return result
 
-    def _page_title(self, page: str, fallback: str) -> list[nodes.Node]:
-        reference = addnodes.pending_xref(
+    def _page_title(self, page: str) -> nodes.Node:
+        text = Path(self.env.doc2path(f"equations/{page}")).read_text()
+        title = re.findall(r"^# (.+)$", text, re.MULTILINE)[0]
+        return addnodes.pending_xref(
             "",
-            nodes.inline("", fallback),
+            nodes.inline("", title),
             refdomain="std",
             reftype="doc",
             reftarget=f"/equations/{page}",
-            refexplicit=False,
+            refexplicit=True,
             refwarn=True,
             refdoc=self.env.docname,
         )
-        return [reference]
 
 
 class Notation(_Base):
