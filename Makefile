@@ -5,13 +5,16 @@ JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+DOCS_STAMP := $(VENV)/.installed-docs
+SITE := docs/_build/html
+PORT ?= 8000
 
 # One thread per test process: the tests are small, and threads would only compete. A file's tests
 # stay together, so that what they share is made once.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all campaign campaign-quick bench results-smoke report check format clean
+.PHONY: help train test test-all campaign campaign-quick bench results-smoke report docs docs-serve upstream-patch check format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s  %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -40,6 +43,16 @@ results-smoke: $(STAMP) ## train each algorithm for a few minutes and see whethe
 report: $(STAMP) ## write a report about all runs in runs/ to report/ (ARGS="..." for its options)
 	@$(BIN)/python -m minerva_torchrl.report runs --out report $(ARGS)
 
+docs: $(DOCS_STAMP) ## build the documentation into docs/_build/html, without a network
+	@$(BIN)/python -m sphinx -W --keep-going -q -b html docs $(SITE) $(ARGS)
+	@echo "$(SITE)/index.html"
+
+docs-serve: docs ## build the documentation and show it on http://localhost:8000 (PORT=...)
+	@$(BIN)/python -m http.server --bind 127.0.0.1 --directory $(SITE) $(PORT)
+
+upstream-patch: $(STAMP) ## write the losses into a checkout of TorchRL, a branch per pull request (TORCHRL=path)
+	@$(BIN)/python docs/upstream/patch.py "$(TORCHRL)"
+
 check: $(STAMP) ## lint, check the formatting and the types
 	@$(BIN)/python -m ruff check .
 	@$(BIN)/python -m ruff format --check .
@@ -50,6 +63,7 @@ format: $(STAMP) ## format the code and apply safe lint fixes
 	@$(BIN)/python -m ruff format .
 
 clean: ## remove .venv, caches and build products (never results of runs)
+	@rm -rf docs/_build docs/auto_tutorials docs/api/generated
 	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
@@ -64,4 +78,10 @@ $(STAMP): pyproject.toml constraints.txt
 	fi
 	@rm -f $@
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@touch $@
+
+# Only who builds the documentation needs its tools.
+$(DOCS_STAMP): $(STAMP)
+	@echo "installing the documentation's tools ..."
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[dev,docs]"
 	@touch $@

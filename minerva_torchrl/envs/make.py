@@ -37,6 +37,9 @@ def list_envs() -> list[str]:
     Some Gymnasium environments need further packages, or have spaces that :class:`GymnasiumEnv`
     refuses. The list does not tell.
 
+    Returns:
+        The names, such as ``"cheetah-run"`` and ``"gym:HalfCheetah-v5"``.
+
     Examples:
         >>> names = list_envs()
         >>> "cheetah-run" in names, "gym:HalfCheetah-v5" in names
@@ -108,6 +111,9 @@ def make_env(
             not finite, see :class:`BatchedEnv`. Defaults to ``10``.
         **kwargs: go to the environment itself: arguments of :func:`gymnasium.make`, for example
             ``render_mode="rgb_array"``, of the task of DM Control, or of what makes it.
+
+    Returns:
+        The environment, of batch size ``[num_envs]``, or ``[]`` without that.
 
     Examples:
         >>> env = make_env("cartpole-swingup", num_envs=4, seed=0, max_episode_steps=100)

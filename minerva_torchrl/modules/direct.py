@@ -25,6 +25,8 @@ class DirectModule(TensorDictModule):
     outputs are left alone here; for anything else this is the module that it inherits from, with
     its arguments. It serves as policy, value or action-value network.
 
+    Takes the arguments of :class:`~tensordict.nn.TensorDictModule`.
+
     Examples:
         >>> import torch
         >>> from tensordict import TensorDict

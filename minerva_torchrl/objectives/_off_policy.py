@@ -405,6 +405,7 @@ class OffPolicyLoss(DualLossModule):
         metrics: dict[str, Tensor] = {}
         for i, (name, critic) in enumerate(self._critics_by_objective()):
             output, target = outputs[..., i, :], targets[..., i, :]
+            # eq: mpo-critic-loss
             losses.append(critic.loss(output, target).sum(0))
             with torch.no_grad():
                 value, mean = critic.mean(output), critic.target_mean(target)

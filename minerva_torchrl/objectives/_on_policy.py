@@ -207,6 +207,7 @@ class OnPolicyLoss(DualLossModule):
             self._check_keys(tensordict, [keys.value])
             old_value = tensordict.get(keys.value)
         target, outputs, old_value = self._critic_loss_inputs(target, outputs, old_value)
+        # eq: value-loss
         loss = self.critic.loss(outputs, target)
         if old_value is not None and self.clip_value is not None:
             clipped = old_value + (outputs - old_value).clamp(-self.clip_value, self.clip_value)

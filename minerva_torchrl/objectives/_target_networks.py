@@ -75,6 +75,7 @@ class TargetNetworksLoss(OffPolicyLoss):
         self, states: TensorDictBase, num_samples: int
     ) -> tuple[TensorDict, dict[str, Tensor]]:
         """Candidates of the target policy at states ``[*B]``, and what each objective says."""
+        # eq: next-state-value
         dist = self._dist(states, self.target_actor_network_params)
         candidates = self.policy.candidates(dist, num_samples)
         values = self._target_values(states, candidates.action, candidates=True)
@@ -82,10 +83,12 @@ class TargetNetworksLoss(OffPolicyLoss):
         expected_value = expectation(scores[MAIN_OBJECTIVE], candidates.log_prior)
         costs = {}
         for name, multiplier in self.cost_multipliers.items():
+            # eq: cost-limited-score
             cost = scores.pop(name)
             costs[name] = expectation(cost, candidates.log_prior)
             scores[MAIN_OBJECTIVE] = scores[MAIN_OBJECTIVE] - multiplier() * cost
         if self.action_penalization:
+            # eq: out-of-bounds-cost
             scores["penalty"] = self.policy.bounds_cost(candidates.action)
         shape = (*states.shape, len(scores[MAIN_OBJECTIVE]))
         samples = TensorDict(
@@ -139,6 +142,7 @@ class TargetNetworksLoss(OffPolicyLoss):
         if self._corrects_off_policy:
             action = tensordict.get(self.tensor_keys.action)
             dist = self._dist(tensordict, self.target_actor_network_params)
+            # eq: off-policy-inputs
             log_pi = self.policy.log_prob(dist, action)
             if len(self._log_prob_keys) > 1:
                 log_mu = joint_log_prob(tensordict, self._log_prob_keys)
@@ -171,6 +175,7 @@ class TargetNetworksLoss(OffPolicyLoss):
         """Returns ``[*B, M]`` from those after the next state, by the value estimator."""
         estimator = self.value_estimator
         if next_value.shape[-1] > 1:  # a line in each return: take its offset and its slope
+            # eq: affine-backup
             zero = torch.zeros_like(next_value[..., :1])
             place = unravel_key(("next", self.tensor_keys.reward))
             without_reward = tensordict.copy().set(place, zero)
@@ -185,6 +190,7 @@ class TargetNetworksLoss(OffPolicyLoss):
                 name: x.unsqueeze(x.ndim - (x.ndim > tensordict.ndim - 1))
                 for name, x in given.items()
             }
+        # eq: critic-target
         target = estimator.value_estimate(tensordict, next_value=next_value, **given)
         return target.squeeze(-2) if single_steps else target
 

@@ -21,6 +21,7 @@ _RELATIVE_FLOOR = 1e-2
 
 
 def _softplus(raw: Tensor) -> Tensor:
+    # eq: dual-softplus
     return nn.functional.softplus(raw) + _OFFSET
 
 
@@ -109,6 +110,7 @@ class DualVariable(nn.Module):
     @torch.no_grad()
     def project_(self) -> None:
         """Put the parameter back above the floor. Call it after each optimiser step."""
+        # eq: dual-projection
         self.raw.clamp_(min=self.raw_floor)
 
     @torch.no_grad()
@@ -233,6 +235,7 @@ class Temperature(DualVariable):
             dual (Tensor): from :meth:`weigh`, or of a whole batch; any shape.
             kl (Tensor): the divergence that belongs to it, of the same shape.
         """
+        # eq: temperature-gradient
         temperature = self()
         return dual + (temperature - temperature.detach()) * (self.epsilon - kl)
 
@@ -289,10 +292,12 @@ class Constraint(DualVariable):
         Returns:
             Both summed over the last dimension, ``[*B]``.
         """
+        # eq: lagrangian-penalty, lagrangian-dual
         penalty, loss = F.lagrangian_losses(kl, self(), self.epsilon)
         if self.relative:
             kl = kl.detach()
             mean_kl = kl.flatten(0, -2).mean(0) if mean_kl is None else mean_kl
+            # eq: relative-multiplier
             slope = (self.epsilon - kl) / mean_kl.clamp_min(self.epsilon)
             loss = loss.detach() + (self.raw - self.raw.detach()) * slope
         return penalty.sum(-1), loss.sum(-1)
@@ -319,4 +324,5 @@ class CostMultiplier(DualVariable):
 
     def loss(self, cost: Tensor) -> Tensor:
         r""":math:`\lambda (d - cost)`, with the cost held fixed; any shape."""
+        # eq: cost-multiplier
         return self() * (self.epsilon - cost.detach())

@@ -379,13 +379,16 @@ class MPOLoss(TargetNetworksLoss):
                     log_prior=None if log_prior is None else self._gather(log_prior),
                     mask=self._gather(mask),
                 )
+            # eq: mpo-weights
             weights, dual, kl = temperature.weigh(score, log_prior)
+
             if with_metrics:
                 if name == MAIN_OBJECTIVE:
                     metrics |= _weight_metrics(weights, samples, mask)
                 shown = "q" if name == MAIN_OBJECTIVE else name
                 metrics[f"kl_{shown}_rel"] = masked_mean(kl, mask) / temperature.epsilon
             duals[name] = TensorDict({"dual": dual, "kl": kl}, batch_size=mask.shape)
+            # eq: objective-weights
             total_weights = total_weights + weights
         for name in self.cost_multipliers:
             cost = samples.get(("costs", name))
@@ -469,6 +472,7 @@ class MPOLoss(TargetNetworksLoss):
         e_step = data.get("e_step")
         dist = self._dist(e_step.inputs, self.actor_network_params)
         new = self.policy.describe(dist)
+        # eq: decoupled-fit
         cross_entropy = self.policy.cross_entropy(new, e_step.old_policy, e_step.statistics)
         return dist, cross_entropy, self.policy.divergences(new, e_step.old_policy)
 
@@ -478,6 +482,7 @@ class MPOLoss(TargetNetworksLoss):
         cross_entropy: Tensor,
         constraint_losses: dict[str, tuple[Tensor, Tensor]],
     ) -> Tensor:
+        # eq: mpo-policy-loss
         penalties = (penalty for penalty, _ in constraint_losses.values())
         return self._reduce_states(sum(penalties, cross_entropy), data)
 
@@ -485,6 +490,7 @@ class MPOLoss(TargetNetworksLoss):
         self, data: TensorDictBase, constraint_losses: dict[str, tuple[Tensor, Tensor]]
     ) -> dict[str, Tensor]:
         of_states: dict[nn.Module, Tensor] = {}
+        # eq: mpo-dual-losses
         for name, temperature in self.temperatures.items():
             dual = data.get(("e_step", "duals", name))
             of_states[temperature] = temperature.loss(dual.get("dual"), dual.get("kl"))
@@ -521,6 +527,7 @@ class MPOLoss(TargetNetworksLoss):
         of_states = {f"kl_{name}": kl.mean(-1) for name, kl in divergences.items()}
         metrics = masked_means({"cross_entropy": cross_entropy, **of_states}, e_step.mask)
         for name, constraint in self.constraints.items():
+            # eq: relative-divergence
             metrics[f"kl_{name}_rel"] = metrics[f"kl_{name}"] / constraint.epsilon
         return {**metrics, **self.policy.metrics(dist, e_step.mask)}
 

@@ -179,6 +179,7 @@ def make_ppo_loss(
         )
     arguments: dict[str, Any] = {"critic": meaning} if binned else {}
     critic_network, _ = value_network(critic_network, meaning)
+    # eq: ppo-surrogate, ppo-value-loss
     loss = loss_class(
         actor_network,
         critic_network,
@@ -203,6 +204,7 @@ def make_ppo_loss(
     # As tensors of the critic's precision: TorchRL would round the numbers to single precision.
     dtypes = (parameter.dtype for parameter in critic_network.parameters())
     precision = next(dtypes, torch.get_default_dtype())
+    # eq: generalised-advantage
     loss.make_value_estimator(
         ValueEstimators.GAE,
         gamma=torch.tensor(gamma, dtype=precision),
@@ -258,6 +260,7 @@ def kl_k3(log_ratio: Tensor) -> Tensor:
         >>> kl_k3(torch.tensor([0.0, 0.1, -0.1]))
         tensor(0.0033)
     """
+    # eq: kl-k3
     return (log_ratio.expm1() - log_ratio).mean()
 
 
@@ -287,4 +290,5 @@ def ppo_kl_k3(losses: TensorDictBase) -> Tensor:
             f"losses must be the output of a ClipPPOLoss; the entries {missing} are missing from "
             f"{sorted(losses.keys())}."
         )
+    # eq: kl-k3
     return (losses["mean_ratio"] - 1.0 + losses["kl_approx"]).detach()

@@ -30,7 +30,12 @@ def masked_mean(x: Tensor, mask: Tensor | None, weights: Tensor | None = None) -
 
     Returns:
         A 0-d tensor.
+
+    Examples:
+        >>> masked_mean(torch.tensor([1.0, 3.0, float("nan")]), torch.tensor([True, True, False]))
+        tensor(2.)
     """
+    # eq: masked-mean
     if weights is None:
         if mask is None:
             return x.mean()
@@ -55,12 +60,14 @@ def masked_means(values: dict[str, Tensor], mask: Tensor | None) -> dict[str, Te
 
 def masked_std(x: Tensor, mask: Tensor | None) -> Tensor:
     """Population standard deviation over the positions where ``mask`` holds."""
+    # eq: masked-std
     mean = masked_mean(x, mask)
     return masked_mean((x - mean).square(), mask).sqrt()
 
 
 def explained_variance(target: Tensor, value: Tensor, mask: Tensor | None = None) -> Tensor:
     r""":math:`1 - \mathrm{Var}[R - V] / (\mathrm{Var}[R] + 10^{-8})` where ``mask`` holds, 0-d."""
+    # eq: explained-variance
     residual, total = masked_std(target - value, mask), masked_std(target, mask)
     return 1 - residual.square() / (total.square() + 1e-8)
 

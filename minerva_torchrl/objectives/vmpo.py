@@ -334,13 +334,16 @@ class VMPOLoss(OnPolicyLoss):
         mask = torch.ones_like(advantage, dtype=torch.bool) if valid is None else valid
         usable = mask if restarting is None else mask & (restarting != 0)
 
+        # eq: vmpo-advantage
         mean, std = masked_mean(advantage, mask), masked_std(advantage, mask)
         metrics = {"advantage_mean": mean, "advantage_std": std}
         if self.normalize_advantage:
             advantage = (advantage - mean) / (std + 1e-8)
+        # eq: temperature-solved
         temperature = self.temperatures[MAIN_OBJECTIVE]
         if temperature.solved:
             self._solve_temperature(advantage, usable, importance, valid)
+        # eq: vmpo-weights, vmpo-temperature-loss
         weights, dual, selected = F.vmpo_weights_and_temperature_loss(
             advantage,
             temperature(),
@@ -437,6 +440,7 @@ class VMPOLoss(OnPolicyLoss):
     def _m_step(self, data: TensorDictBase) -> tuple[D.Distribution, Tensor, dict[str, Tensor]]:
         """The online policy, its negative log-likelihoods ``[*B]`` and its divergences."""
         dist = self._dist(data, self.actor_network_params)
+        # eq: vmpo-likelihood
         log_prob = self.policy.log_prob(dist, data.get(self.tensor_keys.action))
         old_policy = data.get("e_step").old_policy
         return dist, -log_prob, self.policy.divergences(self.policy.describe(dist), old_policy)
@@ -447,6 +451,7 @@ class VMPOLoss(OnPolicyLoss):
         neg_log_prob: Tensor,
         constraint_losses: dict[str, tuple[Tensor, Tensor]],
     ) -> Tensor:
+        # eq: vmpo-policy-loss
         loss = weighted(e_step.policy_weight, neg_log_prob)
         for penalty, _ in constraint_losses.values():
             loss = loss + weighted(e_step.kl_weight, penalty)
@@ -457,6 +462,7 @@ class VMPOLoss(OnPolicyLoss):
     ) -> dict[str, Tensor]:
         temperature = self.temperatures[MAIN_OBJECTIVE]
         losses = {"loss_temperature": self._mean(temperature.loss(e_step.dual, e_step.kl))}
+        # eq: vmpo-dual-losses
         for name, (_, of_samples) in constraint_losses.items():
             loss = weighted(e_step.kl_weight, of_samples)
             losses[f"loss_alpha_{name}"] = self._reduce(loss, e_step.mask)
@@ -479,6 +485,7 @@ class VMPOLoss(OnPolicyLoss):
         any_counted = counted.any()
         log_prior = torch.where(counted, prior, 1.0).log()
         log_prior = torch.where(counted | ~any_counted, log_prior, -torch.inf)
+        # eq: temperature-solved
         solved = F.solve_temperature(
             torch.where(counted, advantage, 0.0),
             temperature.epsilon,

@@ -53,6 +53,9 @@ def iqm(values: ArrayLike) -> float:
     Args:
         values (array_like): at least one number.
 
+    Returns:
+        The mean.
+
     Examples:
         >>> iqm([0.0, 10.0, 20.0, 1000.0])
         15.0
@@ -145,6 +148,9 @@ def value_at(frames: ArrayLike, returns: ArrayLike, frame: float) -> tuple[float
         returns (array_like): their returns.
         frame (float): within the curve; elsewhere there is no value, and an error.
 
+    Returns:
+        The return, and whether it is between two evaluations.
+
     Examples:
         >>> value_at([0, 1000, 2000], [0.0, 10.0, 40.0], 1000)
         (10.0, False)
@@ -169,6 +175,9 @@ def area_under_curve(frames: ArrayLike, returns: ArrayLike, budget: float) -> fl
         frames (array_like): frames of the evaluations, increasing from 0.
         returns (array_like): their returns.
         budget (float): positive, and within the curve.
+
+    Returns:
+        The mean return.
 
     Examples:
         >>> area_under_curve([0, 1000, 2000], [0.0, 100.0, 100.0], 2000)
@@ -197,6 +206,9 @@ def mean_curve(curves: Sequence[tuple[ArrayLike, ArrayLike]]) -> MeanCurve:
 
     Args:
         curves (sequence of pairs): frames and returns of each seed.
+
+    Returns:
+        Frames, and the mean at each of them.
 
     Examples:
         >>> curve = mean_curve([([0, 100, 200], [0.0, 10.0, 90.0]), ([0, 150], [0.0, 30.0])])

@@ -72,6 +72,13 @@ def group_runs(runs: Sequence[RecordedRun]) -> list[Group]:
 
     Args:
         runs (sequence of RecordedRun): no two of them the same.
+
+    Returns:
+        The groups.
+
+    Examples:
+        >>> group_runs([])
+        []
     """
     found: dict[Hashable, list[RecordedRun]] = defaultdict(list)
     for run in runs:

@@ -137,6 +137,9 @@ def load_runs(
     Keyword Args:
         include_unfinished (bool): take unfinished runs as well. Defaults to ``False``.
 
+    Returns:
+        The runs, and what could not be read.
+
     Examples:
         >>> import tempfile
         >>> from minerva_torchrl.report import load_runs

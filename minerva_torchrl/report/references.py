@@ -70,6 +70,9 @@ def load_references(path: str | Path) -> References:
     Args:
         path (str or Path): the file.
 
+    Returns:
+        References and bars.
+
     Examples:
         >>> import tempfile
         >>> path = Path(tempfile.mkdtemp()) / "references.yaml"

@@ -297,8 +297,18 @@ def open_checkpoint(path: Path | str, name: str = "last") -> Checkpoint:
         name (str): which one of a folder of checkpoints or of a run, ``"last"`` (default) or
             ``"best"``.
 
+    Returns:
+        The checkpoint, of which nothing is loaded yet.
+
     Raises:
         CheckpointError: if there is none, or if it is incomplete, damaged, or not a checkpoint.
+
+    Examples:
+        >>> import tempfile
+        >>> open_checkpoint(tempfile.mkdtemp())
+        Traceback (most recent call last):
+        ...
+        minerva_torchrl.runs.manifest.CheckpointError: ...
     """
     path = Path(path)
     try:

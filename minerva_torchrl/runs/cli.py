@@ -82,6 +82,9 @@ def train(config: DictConfig) -> None:
 
     Args:
         config (DictConfig): what ``@hydra.main`` passes on.
+
+    Examples:
+        See :func:`~minerva_torchrl.runs.train_main`, which calls it.
     """
     run: Run | None = None
     try:

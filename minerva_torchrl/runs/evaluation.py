@@ -66,6 +66,9 @@ def evaluate(
             last.
         max_skipped (int): episodes in a row that a copy may lose. Defaults to ``10``.
 
+    Returns:
+        Returns and lengths of the episodes.
+
     Examples:
         >>> from minerva_torchrl import make_env
         >>> from torchrl.envs.utils import RandomPolicy

@@ -104,6 +104,15 @@ def load_policy(
             the modules of a pair.
         make_env (callable, optional): as in :class:`Run`.
         trust (bool): import the code that the folder's settings name. Defaults to ``False``.
+
+    Returns:
+        The policy, ready to act.
+
+    Examples:
+        >>> load_policy("no/such/run")
+        Traceback (most recent call last):
+        ...
+        minerva_torchrl.runs.manifest.CheckpointError: ...
     """
     path = Path(path)
     is_run = os.path.lexists(path / "checkpoints")

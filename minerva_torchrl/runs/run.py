@@ -279,6 +279,15 @@ def resume_run(
         algo (str, optional): the algorithm that it must be a run of.
         trust (bool): import the code that its settings name. Defaults to ``False``.
         stream (text stream, optional): where progress is shown. Defaults to ``sys.stderr``.
+
+    Returns:
+        The run, whose ``train()`` goes on.
+
+    Examples:
+        >>> resume_run(Path("no/such/run"))
+        Traceback (most recent call last):
+        ...
+        minerva_torchrl.runs.manifest.CheckpointError: there is no run in no/such/run: ...
     """
     config = resumed_config(run_dir, overrides)
     if algo not in (None, config.algo):

@@ -65,6 +65,9 @@ def parse_config(algo: str, settings: Mapping[str, Any]) -> RunConfig:
         settings (mapping): with sections as mappings. ``"preset"`` names a preset that the others
             change.
 
+    Returns:
+        The settings, checked.
+
     Examples:
         >>> parse_config("mpo", {"preset": "acme", "seed": 3}).loss.init_temperature
         10.0
@@ -91,7 +94,21 @@ def parse_config(algo: str, settings: Mapping[str, Any]) -> RunConfig:
 
 
 def load_config(run_dir: Path) -> RunConfig:
-    """The settings in the folder of a run. Code that they name is not imported."""
+    r"""The settings in the folder of a run. Code that they name is not imported.
+
+    Args:
+        run_dir (Path): folder of the run.
+
+    Returns:
+        The settings, checked.
+
+    Examples:
+        >>> import tempfile
+        >>> folder = Path(tempfile.mkdtemp())
+        >>> _ = (folder / "config.yaml").write_text("algo: mpo\nseed: 3")
+        >>> load_config(folder).seed
+        3
+    """
     file = run_dir / "config.yaml"
     if not run_dir.is_dir():
         raise CheckpointError(f"there is no run in {run_dir}: no such folder.")
@@ -185,6 +202,9 @@ def register_configs(algo: str) -> None:
 
     Args:
         algo (str): name of the algorithm, for example ``"mpo"``.
+
+    Examples:
+        >>> register_configs("mpo")
     """
     store = ConfigStore.instance()
     store.repo.pop("preset", None)  # of another algorithm
@@ -224,6 +244,10 @@ def check_overrides(algo: str, arguments: Sequence[str] | None = None) -> list[s
 
     Returns:
         The arguments, with new names.
+
+    Examples:
+        >>> check_overrides("mpo", ["seed=1"])
+        ['seed=1']
     """
     checked = list(sys.argv[1:] if arguments is None else arguments)
     algorithm = ALGORITHMS[algo]

@@ -31,6 +31,12 @@ def train_main(
     Keyword Args:
         config_dir (Path, optional): folder with a file of settings, named after the algorithm.
             Without it there are the defaults.
+
+    Examples:
+        >>> train_main("mpo", ["sed=1"])  # prints that there is no such setting, and what is meant
+        Traceback (most recent call last):
+        ...
+        SystemExit: 2
     """
     with quiet_interrupts():
         given = list(sys.argv[1:] if arguments is None else arguments)
@@ -49,6 +55,12 @@ def evaluate_main(arguments: Sequence[str] | None = None, *, prog: str | None = 
 
     Keyword Args:
         prog (str, optional): how the help calls the program.
+
+    Examples:
+        >>> evaluate_main(["no/such/run"])  # prints that there is no such run
+        Traceback (most recent call last):
+        ...
+        SystemExit: 1
     """
     with quiet_interrupts():
         from minerva_torchrl.runs import cli

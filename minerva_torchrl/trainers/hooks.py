@@ -83,6 +83,9 @@ def make_target_updater(
     Returns:
         TorchRL's :class:`~torchrl.objectives.HardUpdate` or
         :class:`~torchrl.objectives.SoftUpdate`, or :class:`SeparateHardUpdate`.
+
+    Examples:
+        See :class:`~minerva_torchrl.MPOTrainer`, which takes one.
     """
     if (period is None) == (tau is None):
         raise ValueError(f"exactly one of period and tau must be given, got {period} and {tau}.")

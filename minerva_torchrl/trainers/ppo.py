@@ -276,6 +276,9 @@ def make_ppo_trainer(
 
     Returns:
         The trainer. ``trainer.finite_batches`` counts what was left out.
+
+    Examples:
+        See :class:`PPOOptimizationStepper`.
     """
     refuse_random_frames(collector)
     _move_to_stepper(kwargs, optimization_stepper)

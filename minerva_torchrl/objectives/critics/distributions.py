@@ -44,6 +44,7 @@ class _DistributionalCritic(Critic):
         """The members that the distribution is a mixture of, ``[E or 1, N, *B, P]``."""
         if len(outputs) == 1 or reduction == "mean":
             return outputs
+        # eq: ensemble-distribution
         smallest = self.mean(outputs).argmin(0, keepdim=True).unsqueeze(-1)
         return outputs.gather(0, smallest.expand(1, *outputs.shape[1:]))
 
@@ -53,6 +54,7 @@ class _DistributionalCritic(Critic):
         mean = means.mean(0)
         if not self.pessimism:
             return mean
+        # eq: pessimistic-score
         variance = (self.variance(members) + means.square()).mean(0) - mean.square()
         return mean - self.pessimism * variance.clamp_min(0).sqrt()
 
@@ -77,12 +79,14 @@ class _AtomsCritic(_DistributionalCritic):
 
     def mean(self, outputs: Tensor) -> Tensor:
         """The expected return."""
+        # eq: atoms-mean
         values, probs = self._atoms(outputs)
         return (probs * values).sum(-1)
 
     def variance(self, outputs: Tensor) -> Tensor:
         """The variance of the atoms."""
         values, probs = self._atoms(outputs)
+        # eq: atoms-variance
         mean = (probs * values).sum(-1, keepdim=True)
         return (probs * (values - mean).square()).sum(-1)
 
@@ -94,6 +98,7 @@ class _AtomsCritic(_DistributionalCritic):
             x.expand_as(members).movedim(0, -2).flatten(-2) for x in self._atoms(members)
         )
         values, order = values.sort(-1)
+        # eq: quantile-score
         mass = probs.gather(-1, order).cumsum(-1)
         reached = mass < self.quantile * mass[..., -1:]
         return values.gather(-1, reached.sum(-1, keepdim=True)).squeeze(-1)
@@ -148,6 +153,7 @@ class CategoricalCritic(OnSupport, _AtomsCritic):
 
     def target(self, next_value: Tensor, backup: Backup) -> Tensor:
         """Probabilities of the atoms, ``[*B, K]``."""
+        # eq: categorical-target
         values = backup(self.support().expand_as(next_value))
         self.support.observe(values, next_value)
         return F.categorical_projection(values, next_value, self.support())
@@ -158,6 +164,7 @@ class CategoricalCritic(OnSupport, _AtomsCritic):
 
     def loss(self, outputs: Tensor, target: Tensor) -> Tensor:
         """The cross-entropy with the target."""
+        # eq: categorical-loss
         return -(target * outputs.log_softmax(-1)).sum(-1)
 
 
@@ -210,6 +217,7 @@ class QuantileCritic(_AtomsCritic):
 
     def target(self, next_value: Tensor, backup: Backup) -> Tensor:
         """Their returns, and the probabilities as they are."""
+        # eq: quantile-target
         values, weights = next_value.chunk(2, -1)
         return torch.cat([backup(values), weights], -1)
 
@@ -221,6 +229,7 @@ class QuantileCritic(_AtomsCritic):
     def loss(self, outputs: Tensor, target: Tensor) -> Tensor:
         """Quantile regression with Huber's loss."""
         values, weights = target.chunk(2, -1)
+        # eq: quantile-huber
         return F.weighted_quantile_huber_loss(outputs, values, weights, self.kappa)
 
 
@@ -268,6 +277,7 @@ class GaussianMixtureCritic(_DistributionalCritic):
 
     def _parameters_of(self, outputs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Logits, means and standard deviations, ``[..., K]`` each."""
+        # eq: mixture-scale
         logits, loc, raw = outputs.chunk(3, -1)
         scale = nn.functional.softplus(raw) * (self.init_scale / math.log(2)) + self.min_scale
         return logits, loc, scale
@@ -292,6 +302,7 @@ class GaussianMixtureCritic(_DistributionalCritic):
             prior = log_prior.exp().movedim(-1, 0).unsqueeze(-1)
             probs = torch.where(prior > 0, prior * probs, 0.0)
         probs, loc, scale = (x.movedim((0, 1), (-3, -2)).flatten(-3) for x in (probs, loc, scale))
+        # eq: mixture-samples
         # By the inverse of the distribution function, which takes what is not finite as well.
         mass = probs.cumsum(-1)
         draw = torch.rand(*mass.shape[:-1], self.num_samples, dtype=mass.dtype, device=mass.device)
@@ -310,4 +321,5 @@ class GaussianMixtureCritic(_DistributionalCritic):
 
     def loss(self, outputs: Tensor, target: Tensor) -> Tensor:
         """The negative log-likelihood of the samples."""
+        # eq: mixture-nll
         return F.gaussian_mixture_nll(*self._parameters_of(outputs), target)

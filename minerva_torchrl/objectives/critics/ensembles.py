@@ -66,6 +66,17 @@ class SingleActionCritic(ActionValueCritic):
         value_key (NestedKey): where the network writes the value.
         action_key (NestedKey): where it reads the action.
         features (tuple of int): as in :class:`ActionValueCritic`.
+
+    Examples:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> critic = SingleActionCritic("state_action_value", "action")
+        >>> states = TensorDict({"observation": torch.zeros(5, 3)}, [5])
+        >>> sum_of_all = lambda data: (
+        ...     data["action"].sum(-1, keepdim=True).unsqueeze(0)
+        ... )  # one network
+        >>> critic.of_candidates(sum_of_all, states, torch.ones(7, 5, 2)).shape
+        torch.Size([1, 7, 5])
     """
 
     def __init__(
@@ -85,7 +96,21 @@ class SingleActionCritic(ActionValueCritic):
 
 
 class AllActionsCritic(ActionValueCritic):
-    """A network that reads the observation and writes the values of all actions, ``[*B, A]``."""
+    """A network that reads the observation and writes the values of all actions, ``[*B, A]``.
+
+    Takes the arguments of :class:`ActionValueCritic`.
+
+    Examples:
+        >>> import torch
+        >>> from tensordict import TensorDict
+        >>> critic = AllActionsCritic("action_value")
+        >>> states = TensorDict({"observation": torch.zeros(5, 3)}, [5])
+        >>> values = lambda data: torch.tensor([1.0, 2.0]).expand(
+        ...     1, 5, 2
+        ... )  # one network, two actions
+        >>> critic.of_action(values, states, torch.ones(5, dtype=torch.long))
+        tensor([[2., 2., 2., 2., 2.]])
+    """
 
     def of_action(self, evaluate: Evaluate, states: TensorDictBase, action: Any) -> Tensor:
         """The value at the action's place."""
@@ -115,6 +140,15 @@ def make_ensemble(
         qvalue_network (TensorDictModule or sequence of them): a critic, or all members.
         num_qvalue_nets (int): size of the ensemble that is made from a single critic.
         of_actor (iterable of Parameter): the actor's parameters, which the members may share.
+
+    Returns:
+        All members, the given ones first.
+
+    Examples:
+        >>> from torchrl.modules import ValueOperator
+        >>> critic = ValueOperator(nn.Linear(3, 1), in_keys=["observation"])
+        >>> len(make_ensemble(critic, 2))
+        2
     """
     check_count("num_qvalue_nets", num_qvalue_nets)
     if isinstance(qvalue_network, Sequence):
@@ -173,6 +207,9 @@ def check_width(networks: Iterable[nn.Module], name: str, width: int, what: str)
         name (str): what the user calls them.
         width (int): outputs for one value.
         what (str): why there are so many.
+
+    Examples:
+        >>> check_width([nn.Linear(3, 51)], "qvalue_network", 51, "a CategoricalCritic")
     """
     for network in networks:
         found = _output_width(network)

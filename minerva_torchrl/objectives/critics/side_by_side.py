@@ -65,6 +65,12 @@ def side_by_side(qvalue_network: Any, objectives: Sequence[str], width: int) -> 
             ensemble may be mappings.
         objectives (sequence of str): their names, that of the return first.
         width (int): outputs that describe one value.
+
+    Returns:
+        A network, or a list of them.
+
+    Examples:
+        See :class:`SideBySide`, which it makes of a mapping.
     """
     if isinstance(qvalue_network, Sequence):
         return [side_by_side(member, objectives, width) for member in qvalue_network]

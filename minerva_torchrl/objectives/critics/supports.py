@@ -77,6 +77,7 @@ class Support(nn.Module):
 
     def forward(self) -> Tensor:
         """The atoms, ``[K]``."""
+        # eq: support
         return self.low + (self.high - self.low) * self.unit
 
     @torch.no_grad()

@@ -33,7 +33,23 @@ Backup = Callable[[Tensor], Tensor]
 
 
 def expectation(x: Tensor, log_prior: Tensor | None) -> Tensor:
-    """Mean over candidates ``[N, *B, ...]``, with the probabilities ``[*B, N]`` of all actions."""
+    """Mean over candidates ``[N, *B, ...]``, with the probabilities ``[*B, N]`` of all actions.
+
+    Args:
+        x (Tensor): something of every candidate, ``[N, *B, ...]``.
+        log_prior (Tensor, optional): log-probabilities of the candidates, ``[*B, N]``, if they are
+            all actions there are. Without it they are samples, which count alike.
+
+    Returns:
+        The mean of each state, ``[*B, ...]``.
+
+    Examples:
+        >>> expectation(torch.tensor([1.0, 3.0]), None)
+        tensor(2.)
+        >>> expectation(torch.tensor([1.0, 3.0]), torch.tensor([0.75, 0.25]).log())
+        tensor(1.5000)
+    """
+    # eq: expected-value
     if log_prior is None:
         return x.mean(0)
     prior = log_prior.exp().movedim(-1, 0)
@@ -109,6 +125,7 @@ class ScalarCritic(Critic):
 
     def select(self, outputs: Tensor, reduction: str) -> Tensor:
         """The smallest or the mean value of the members, ``[N, *B]``."""
+        # eq: ensemble-value
         values = self.mean(outputs)
         return values.amin(0) if reduction == "min" else values.mean(0)
 
@@ -130,6 +147,7 @@ class ScalarCritic(Critic):
 
     def loss(self, outputs: Tensor, target: Tensor) -> Tensor:
         """The distance to the target."""
+        # eq: scalar-loss
         value, target = torch.broadcast_tensors(self.mean(outputs), target.squeeze(-1))
         return distance_loss(value, target, self.loss_function)
 
@@ -167,6 +185,7 @@ class _BinnedCritic(OnSupport, ScalarCritic):
 
     def mean(self, outputs: Tensor) -> Tensor:
         """The expected value of the bins."""
+        # eq: binned-mean
         return (outputs.softmax(-1) * self._values()).sum(-1)
 
     def target(self, next_value: Tensor, backup: Backup) -> Tensor:
@@ -177,6 +196,7 @@ class _BinnedCritic(OnSupport, ScalarCritic):
 
     def loss(self, outputs: Tensor, target: Tensor) -> Tensor:
         """The cross-entropy with the target's probabilities."""
+        # eq: binned-loss
         return -(self._encode(target.squeeze(-1)) * outputs.log_softmax(-1)).sum(-1)
 
 
@@ -253,6 +273,7 @@ class HLGaussCritic(_BinnedCritic):
         support = self.support()
         if not self.symlog:
             return support
+        # eq: hl-gauss-symlog-bins
         # The mean of an exponential over Gaussian and bin is too large by half their variance.
         spread = (self.sigma**2 + 1 / 12) * self._bin_width().square() / 2
         return support.sign() * torch.expm1(support.abs() - spread)
@@ -281,6 +302,13 @@ def resolve_critic(
         argument (str): what the user calls that. Defaults to ``"loss_function"``.
         scalar_targets (bool): whether it has to learn from scalar targets, as of states. Defaults
             to ``False``.
+
+    Returns:
+        A critic.
+
+    Examples:
+        >>> resolve_critic(None, "l1").loss_function
+        'l1'
     """
     check_choice(argument, loss_function, ("l2", "l1", "smooth_l1"))
     if critic is None:

@@ -68,6 +68,7 @@ def mpo_weights_and_temperature_loss(
                 [0.5000, 0.7311]])
     """
     q_value = q_value.detach()
+    # eq: mpo-temperature-loss
     # Centring keeps the gradient exact in single precision when values are large against eta.
     if log_prior is None:
         best = q_value.amax(sample_dim, keepdim=True)
@@ -78,7 +79,9 @@ def mpo_weights_and_temperature_loss(
         best = q_value.masked_fill(never, -math.inf).amax(sample_dim, keepdim=True)
         logits = (q_value - best).masked_fill(never, 0.0) / temperature + log_prior.detach()
         log_mean_exp = logits.logsumexp(sample_dim)
+    # eq: mpo-weights
     weights = logits.detach().softmax(sample_dim)
+    # eq: mpo-temperature-loss
     loss = temperature * (epsilon + log_mean_exp) + best.squeeze(sample_dim)
     return weights, loss
 
@@ -122,13 +125,16 @@ def categorical_mpo_weights_and_temperature_loss(
         tensor([0.2689, 0.7311, 0.0000])
     """
     if mask is None:
+        # eq: categorical-weights, categorical-temperature-loss
         return mpo_weights_and_temperature_loss(
             q_value, temperature, epsilon, log_prior=log_prior, sample_dim=-1
         )
+    # eq: legal-actions
     any_legal = mask.any(-1, keepdim=True)
     counted = mask | ~any_legal  # a state without any stays finite until it is left out
     q_value = torch.where(mask, q_value, 0.0)
     log_prior = torch.where(any_legal, log_prior, 0.0).masked_fill(~counted, -math.inf)
+    # eq: categorical-weights, categorical-temperature-loss
     weights, loss = mpo_weights_and_temperature_loss(
         q_value, temperature, epsilon, log_prior=log_prior.log_softmax(-1), sample_dim=-1
     )
@@ -183,6 +189,7 @@ def vmpo_weights_and_temperature_loss(
     """
     advantage = advantage.detach()
     usable = None if restarting_weights is None else restarting_weights != 0
+    # eq: top-k
     selected = top_k_mask(advantage, top_k_fraction, usable, mask)
     counted = selected
     if importance_weights is not None:
@@ -190,6 +197,7 @@ def vmpo_weights_and_temperature_loss(
         counted = selected & (importance_weights > 0)
     any_counted = counted.any()
 
+    # eq: vmpo-weights
     # The best advantage is taken out for accuracy; it is -inf when nothing is counted.
     best = advantage.masked_fill(~counted, -math.inf).amax()
     best = torch.where(any_counted, best, 0.0)
@@ -199,6 +207,7 @@ def vmpo_weights_and_temperature_loss(
     logits = torch.where(counted | ~any_counted, logits, -math.inf)
     log_sum_exp = logits.flatten().logsumexp(0)
     weights = (logits - log_sum_exp).detach().exp() * counted
+    # eq: vmpo-temperature-loss
     log_mean_exp = log_sum_exp - selected.sum().clamp_min(1).log()
     loss = temperature * (epsilon + log_mean_exp) + best
     return weights, torch.where(any_counted, loss, 0.0 * loss), selected
@@ -228,6 +237,7 @@ def top_k_mask(
     usable = torch.ones_like(advantage, dtype=torch.bool) if usable is None else usable
     usable = usable if mask is None else usable & mask
     advantage = advantage.masked_fill(~usable, -math.inf)
+    # eq: top-k
     if mask is None:
         num_kept = max(1, int(fraction * advantage.numel()))
         threshold = advantage.flatten().topk(num_kept).values[-1]
@@ -293,6 +303,7 @@ def solve_temperature(
 
     def divergence_and_slope(log_eta: Tensor) -> tuple[Tensor, Tensor]:
         """Mean KL(w || p) and minus its derivative by log eta, Var_w(v / eta)."""
+        # eq: temperature-slope
         scaled = value / log_eta.exp()
         log_weights = (scaled + log_prior).log_softmax(sample_dim)
         weights = log_weights.exp()
@@ -306,12 +317,14 @@ def solve_temperature(
 
     log_floor = math.log(floor)
     epsilon = torch.as_tensor(epsilon, dtype=value.dtype, device=value.device)
+    # eq: temperature-bracket
     # Hoeffding's lemma: KL <= (spread / eta)^2 / 8, so the bound holds at the upper end.
     upper = (spread / (8 * epsilon).sqrt()).log().clamp_min(log_floor)
     lower = torch.full_like(upper, log_floor)
     tolerance = torch.finfo(value.dtype).eps ** 0.5
     log_eta = upper
     for _ in range(num_iterations):
+        # eq: temperature-newton
         divergence, slope = divergence_and_slope(log_eta)
         too_cold = divergence > epsilon
         lower = torch.where(too_cold, log_eta, lower)
@@ -345,6 +358,7 @@ def out_of_bounds_cost(action: Tensor, low: Tensor, high: Tensor) -> Tensor:
         >>> out_of_bounds_cost(torch.tensor([[0.5, -1.0], [4.0, 5.0]]), -bound, bound)
         tensor([-0., -5.])
     """
+    # eq: out-of-bounds-cost
     half_range = (high - low) / 2
     half_range = torch.where(half_range.isinf(), 1.0, half_range)
     excess = (action - action.clamp(low, high)) / half_range
@@ -355,7 +369,20 @@ def out_of_bounds_cost(action: Tensor, low: Tensor, high: Tensor) -> Tensor:
 
 
 def sample_kl_to_uniform(weights: Tensor, *, sample_dim: int = 0) -> Tensor:
-    r""":math:`KL(w \| u) = \sum_i w_i \log(N w_i)`, ``[*B]``: 0 (uniform) to ``log N`` (one)."""
+    r""":math:`KL(w \| u) = \sum_i w_i \log(N w_i)`, ``[*B]``: 0 (uniform) to ``log N`` (one).
+
+    Args:
+        weights (Tensor): ``[N, *B]``, summing to one over ``sample_dim``.
+        sample_dim (int): where the samples are. Defaults to 0.
+
+    Returns:
+        The divergence of each state, ``[*B]``.
+
+    Examples:
+        >>> sample_kl_to_uniform(torch.tensor([1.0, 0.0]))
+        tensor(0.6931)
+    """
+    # eq: kl-to-uniform
     return math.log(weights.shape[sample_dim]) - weight_entropy(weights, sample_dim=sample_dim)
 
 
@@ -369,18 +396,50 @@ def sample_kl(weights: Tensor, log_prior: Tensor | None = None, *, sample_dim: i
 
     Returns:
         The divergence of each state, ``[*B]``.
+
+    Examples:
+        >>> weights = torch.tensor([1.0, 0.0])
+        >>> sample_kl(weights, torch.tensor([0.25, 0.75]).log())
+        tensor(1.3863)
     """
     if log_prior is None:
         return sample_kl_to_uniform(weights, sample_dim=sample_dim)
+    # eq: kl-to-prior
     cross = torch.where(weights > 0, weights * log_prior, 0.0).sum(sample_dim)
     return -weight_entropy(weights, sample_dim=sample_dim) - cross
 
 
 def weight_entropy(weights: Tensor, *, sample_dim: int = 0) -> Tensor:
-    r""":math:`H(w) = -\sum_i w_i \log w_i`, ``[*B]``; zero weights contribute nothing."""
+    r""":math:`H(w) = -\sum_i w_i \log w_i`, ``[*B]``; zero weights contribute nothing.
+
+    Args:
+        weights (Tensor): ``[N, *B]``, summing to one over ``sample_dim``.
+        sample_dim (int): where the samples are. Defaults to 0.
+
+    Returns:
+        The entropy of each state, ``[*B]``.
+
+    Examples:
+        >>> weight_entropy(torch.tensor([0.5, 0.5]))
+        tensor(0.6931)
+    """
+    # eq: weight-entropy
     return -torch.special.xlogy(weights, weights).sum(sample_dim)
 
 
 def effective_sample_size(weights: Tensor, *, sample_dim: int = 0) -> Tensor:
-    r""":math:`1 / \sum_i w_i^2`, ``[*B]``: from 1 (one sample) to ``N`` (uniform weights)."""
+    r""":math:`1 / \sum_i w_i^2`, ``[*B]``: from 1 (one sample) to ``N`` (uniform weights).
+
+    Args:
+        weights (Tensor): ``[N, *B]``, summing to one over ``sample_dim``.
+        sample_dim (int): where the samples are. Defaults to 0.
+
+    Returns:
+        The number for each state, ``[*B]``.
+
+    Examples:
+        >>> effective_sample_size(torch.tensor([0.5, 0.5, 0.0]))
+        tensor(2.)
+    """
+    # eq: effective-sample-size
     return 1 / weights.square().sum(sample_dim)

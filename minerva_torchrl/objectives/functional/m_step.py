@@ -25,7 +25,19 @@ _HALF_LOG_TWO_PI = 0.5 * math.log(2 * math.pi)
 
 
 def gaussian_entropy(scale: Tensor) -> Tensor:
-    r""":math:`\sum_j \tfrac12 + \tfrac12 \log 2\pi + \log \sigma_j`, ``[*B]`` for ``[*B, D]``."""
+    r""":math:`\sum_j \tfrac12 + \tfrac12 \log 2\pi + \log \sigma_j`, ``[*B]`` for ``[*B, D]``.
+
+    Args:
+        scale (Tensor): standard deviations, ``[*B, D]``.
+
+    Returns:
+        The entropy of each state, ``[*B]``.
+
+    Examples:
+        >>> gaussian_entropy(torch.ones(2))
+        tensor(2.8379)
+    """
+    # eq: gaussian-entropy
     return (0.5 + _HALF_LOG_TWO_PI + scale.log()).sum(-1)
 
 
@@ -50,7 +62,13 @@ def weighted_moments(noise: Tensor, weights: Tensor) -> GaussianMoments:
 
     Returns:
         The moments over the first dimension.
+
+    Examples:
+        >>> noise, weights = torch.tensor([[1.0], [3.0]]), torch.tensor([0.5, 0.5])
+        >>> weighted_moments(noise, weights)
+        GaussianMoments(total=tensor([1.]), first=tensor([2.]), second=tensor([5.]))
     """
+    # eq: weighted-moments
     weighted = weights.unsqueeze(-1) * noise
     return GaussianMoments(
         total=weights.sum(0).unsqueeze(-1),
@@ -91,6 +109,7 @@ def weighted_gaussian_cross_entropy(
         >>> log_prob = torch.distributions.Normal(loc + 0.1, scale).log_prob(noise).sum(-1)
         >>> torch.testing.assert_close(by_moments, -(weights * log_prob).sum(0))
     """
+    # eq: gaussian-cross-entropy
     shift = (loc - old_loc) / old_scale
     spread = moments.second - shift * (2 * moments.first - moments.total * shift)
     squared_error = (old_scale / scale).square() * spread
@@ -125,7 +144,9 @@ def decoupled_gaussian_kl(
         >>> kl_mean, kl_stddev
         (tensor([2.]), tensor([0.]))
     """
+    # eq: kl-mean
     kl_mean = 0.5 * ((loc - old_loc) / old_scale).square()
+    # eq: kl-stddev
     # expm1 keeps bounds as tight as 1e-6 meaningful in single precision.
     log_ratio = (old_scale / scale).log()
     kl_stddev = 0.5 * torch.expm1(2 * log_ratio) - log_ratio
@@ -163,7 +184,9 @@ def multivariate_gaussian_kl(
         >>> kl_mean, kl_covariance
         (tensor(2.), tensor(0.))
     """
+    # eq: full-kl-mean
     kl_mean = 0.5 * _whitened(loc - old_loc, old_scale_tril).square().sum(-1)
+    # eq: full-kl-covariance
     ratio = torch.linalg.solve_triangular(scale_tril, old_scale_tril, upper=False)
     # expm1 keeps bounds as tight as 1e-6 meaningful in single precision.
     log_ratio = ratio.diagonal(dim1=-2, dim2=-1).log()
@@ -181,7 +204,14 @@ def weighted_multivariate_moments(noise: Tensor, weights: Tensor) -> GaussianMom
 
     Returns:
         ``total`` ``[*B, 1]``, ``first`` ``[*B, D]`` and ``second`` ``[*B, D, D]``.
+
+    Examples:
+        >>> noise, weights = torch.tensor([[1.0, 0.0], [0.0, 2.0]]), torch.tensor([0.5, 0.5])
+        >>> weighted_multivariate_moments(noise, weights).second
+        tensor([[0.5000, 0.0000],
+                [0.0000, 2.0000]])
     """
+    # eq: full-weighted-moments
     weighted = weights.unsqueeze(-1) * noise
     return GaussianMoments(
         total=weights.sum(-1, keepdim=True),
@@ -216,7 +246,17 @@ def weighted_multivariate_gaussian_cross_entropy(
 
     Returns:
         The cross-entropy of each state, ``[*B]``.
+
+    Examples:
+        >>> noise, weights = torch.randn(4, 20, 2), torch.rand(4, 20)
+        >>> loc, factor = torch.zeros(4, 2), torch.eye(2).expand(4, 2, 2)
+        >>> by_moments = weighted_multivariate_gaussian_cross_entropy(
+        ...     loc + 0.1, factor, loc, factor, weighted_multivariate_moments(noise, weights)
+        ... )
+        >>> log_prob = torch.distributions.Normal(0.1, 1.0).log_prob(noise).sum(-1)
+        >>> torch.testing.assert_close(by_moments, -(weights * log_prob).sum(-1))
     """
+    # eq: full-cross-entropy
     shift = _whitened(loc - old_loc, old_scale_tril)
     cross = shift.unsqueeze(-1) * moments.first.unsqueeze(-2)
     outer = moments.total.unsqueeze(-1) * shift.unsqueeze(-1) * shift.unsqueeze(-2)
@@ -248,6 +288,7 @@ def categorical_kl(logits: Tensor, old_logits: Tensor) -> Tensor:
         >>> categorical_kl(torch.tensor([0.0, 0.0]), torch.tensor([0.0, float("-inf")]))
         tensor(0.6931)
     """
+    # eq: categorical-kl
     log_prob, old_log_prob = logits.log_softmax(-1), old_logits.log_softmax(-1)
     taken = old_log_prob > -math.inf
     log_ratio = torch.where(taken, old_log_prob, 0.0) - torch.where(taken, log_prob, 0.0)
@@ -269,5 +310,11 @@ def lagrangian_losses(
 
     Returns:
         The penalty on the policy and the loss of the multiplier, elementwise.
+
+    Examples:
+        >>> kl, multiplier = torch.tensor([0.2]), torch.tensor([10.0])
+        >>> lagrangian_losses(kl, multiplier, 0.1)
+        (tensor([2.]), tensor([-1.]))
     """
+    # eq: lagrangian-penalty, lagrangian-dual
     return multiplier.detach() * kl, multiplier * (epsilon - kl.detach())

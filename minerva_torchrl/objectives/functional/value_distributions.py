@@ -26,12 +26,36 @@ _HALF_LOG_TWO_PI = 0.5 * math.log(2 * math.pi)
 
 
 def symlog(x: Tensor) -> Tensor:
-    r""":math:`\mathrm{sign}(x) \log(1 + |x|)`: a logarithm for values of any sign and size."""
+    r""":math:`\mathrm{sign}(x) \log(1 + |x|)`: a logarithm for values of any sign and size.
+
+    Args:
+        x (Tensor): any shape.
+
+    Returns:
+        A tensor of the same shape.
+
+    Examples:
+        >>> symlog(torch.tensor([-1.0, 0.0, 1.0]))
+        tensor([-0.6931,  0.0000,  0.6931])
+    """
+    # eq: symlog
     return x.sign() * x.abs().log1p()
 
 
 def symexp(x: Tensor) -> Tensor:
-    r""":math:`\mathrm{sign}(x) (\exp |x| - 1)`, the inverse of :func:`symlog`."""
+    r""":math:`\mathrm{sign}(x) (\exp |x| - 1)`, the inverse of :func:`symlog`.
+
+    Args:
+        x (Tensor): any shape.
+
+    Returns:
+        A tensor of the same shape.
+
+    Examples:
+        >>> symexp(torch.tensor([-1.0, 0.0, 1.0]))
+        tensor([-1.7183,  0.0000,  1.7183])
+    """
+    # eq: symexp
     return x.sign() * x.abs().expm1()
 
 
@@ -61,6 +85,7 @@ def categorical_projection(values: Tensor, probs: Tensor, support: Tensor) -> Te
         tensor([0.3000, 0.1000, 0.6000])
     """
     values, probs = torch.broadcast_tensors(values, probs)
+    # eq: categorical-projection
     values = values.clamp(support[0], support[-1])
     below = torch.searchsorted(support, values.detach().contiguous(), right=True) - 1
     below = below.clamp(0, support.shape[0] - 2)
@@ -88,6 +113,7 @@ def two_hot(value: Tensor, support: Tensor) -> Tensor:
         tensor([[0.7500, 0.2500, 0.0000],
                 [0.0000, 0.0000, 1.0000]])
     """
+    # eq: two-hot
     return categorical_projection(value.unsqueeze(-1), torch.ones_like(value)[..., None], support)
 
 
@@ -112,6 +138,7 @@ def hl_gauss(value: Tensor, support: Tensor, sigma: Tensor | float) -> Tensor:
         >>> hl_gauss(torch.tensor(1.0), torch.tensor([0.0, 1.0, 2.0]), sigma=0.5)
         tensor([0.1577, 0.6845, 0.1577])
     """
+    # eq: hl-gauss
     inner = (support[1:] + support[:-1]) / 2
     first, last = 2 * support[:1] - inner[:1], 2 * support[-1:] - inner[-1:]
     edges = (torch.cat([first, inner, last]) - value.unsqueeze(-1)) / sigma
@@ -143,6 +170,7 @@ def quantile_huber_loss(quantiles: Tensor, target: Tensor, kappa: float = 1.0) -
         >>> quantile_huber_loss(torch.tensor([0.0, 4.0]), torch.tensor([2.0]))
         tensor(0.7500)
     """
+    # eq: quantile-huber
     weights = torch.full_like(target, 1 / target.shape[-1])
     return weighted_quantile_huber_loss(quantiles, target, weights, kappa)
 
@@ -160,7 +188,13 @@ def weighted_quantile_huber_loss(
 
     Returns:
         The loss, ``[*B]``.
+
+    Examples:
+        >>> target, weights = torch.tensor([2.0, 9.0]), torch.tensor([1.0, 0.0])
+        >>> weighted_quantile_huber_loss(torch.tensor([0.0, 4.0]), target, weights)
+        tensor(0.7500)
     """
+    # eq: quantile-huber
     num_quantiles = quantiles.shape[-1]
     steps = torch.arange(num_quantiles, dtype=quantiles.dtype, device=quantiles.device)
     fractions = ((2 * steps + 1) / (2 * num_quantiles)).unsqueeze(-1)
@@ -194,6 +228,7 @@ def gaussian_mixture_nll(logits: Tensor, loc: Tensor, scale: Tensor, target: Ten
         >>> gaussian_mixture_nll(zero, zero, one, torch.tensor([0.0, 0.0]))
         tensor(0.9189)
     """
+    # eq: mixture-nll
     error = (target.unsqueeze(-2) - loc.unsqueeze(-1)) / scale.unsqueeze(-1)  # [*B, K, M]
     log_weight = logits.log_softmax(-1) - scale.log() - _HALF_LOG_TWO_PI
     return -(log_weight.unsqueeze(-1) - 0.5 * error.square()).logsumexp(-2).mean(-1)

@@ -57,6 +57,7 @@ class Categorical(PolicyFamily):
         """All actions; ``num_samples`` does not matter."""
         logits = self.describe(dist).get("logits")
         num_actions, batch_size = logits.shape[-1], logits.shape[:-1]
+        # eq: categorical-candidates
         if self.one_hot:
             action = torch.eye(num_actions, dtype=logits.dtype, device=logits.device)
         else:
@@ -83,6 +84,7 @@ class Categorical(PolicyFamily):
         self, new: TensorDictBase, old: TensorDictBase, statistics: TensorDictBase
     ) -> Tensor:
         r""":math:`-\sum_a w_a \log \pi(a)`; an action without weight may have probability zero."""
+        # eq: categorical-cross-entropy
         weights, log_prob = statistics.get("weights"), new.get("logits").log_softmax(-1)
         return -(weights * torch.where(weights > 0, log_prob, 0.0)).sum(-1)
 

@@ -90,6 +90,7 @@ class CompositePolicy(PolicyFamily):
         self, new: TensorDictBase, old: TensorDictBase, statistics: TensorDictBase
     ) -> Tensor:
         """The sum over parts."""
+        # eq: composite-cross-entropy
         parts = [
             family.cross_entropy(new.get(t), old.get(t), statistics.get(t))
             for t, _, family in self._parts()
@@ -164,6 +165,7 @@ class CompositePolicy(PolicyFamily):
 
     def bounds_cost(self, action: Any) -> Tensor:
         """The norm over all parts that have bounds."""
+        # eq: composite-bounds-cost
         costs = [
             family.bounds_cost(action.get(inside))
             for _, inside, family in self._parts()

@@ -131,7 +131,19 @@ class PolicyFamily(nn.Module, ABC):
 
 
 def leaf_distribution(dist: D.Distribution) -> Any:
-    """The distribution itself, or the only one inside a ``CompositeDistribution``."""
+    """The distribution itself, or the only one inside a ``CompositeDistribution``.
+
+    Args:
+        dist (Distribution): of a policy with one action.
+
+    Returns:
+        The distribution of the action.
+
+    Examples:
+        >>> normal = D.Normal(torch.zeros(2), torch.ones(2))
+        >>> leaf_distribution(normal) is normal
+        True
+    """
     if isinstance(dist, CompositeDistribution):
         (dist,) = dist.dists.values()
     return dist

@@ -191,6 +191,7 @@ class DiagonalGaussian(_Gaussian):
         r"""Samples :math:`a = \mu + \sigma z` with their draws ``z``."""
         policy = self.describe(dist)
         loc, scale = policy.get("loc"), policy.get("scale")
+        # eq: gaussian-candidates
         noise = self._draw_noise(num_samples, loc)
         raw_action = loc + scale * noise
         return Candidates(
@@ -210,6 +211,7 @@ class DiagonalGaussian(_Gaussian):
         moments = F.GaussianMoments(*(statistics.get(name) for name in F.GaussianMoments._fields))
         loc, scale = new.get("loc"), new.get("scale")
         old_loc, old_scale = old.get("loc"), old.get("scale")
+        # eq: decoupled-fit
         return F.weighted_gaussian_cross_entropy(
             loc, old_scale, old_loc, old_scale, moments
         ) + F.weighted_gaussian_cross_entropy(old_loc, scale, old_loc, old_scale, moments)
@@ -217,6 +219,7 @@ class DiagonalGaussian(_Gaussian):
     def divergences(self, new: TensorDictBase, old: TensorDictBase) -> dict[str, Tensor]:
         """Those of the moved mean and of the moved standard deviation."""
         parameters = (policy.get(name) for policy in (new, old) for name in ("loc", "scale"))
+        # eq: kl-mean, kl-stddev
         kl_mean, kl_stddev = F.decoupled_gaussian_kl(*parameters)
         if self.per_dim:
             return {"mean": kl_mean, "stddev": kl_stddev}
@@ -233,9 +236,18 @@ class TanhGaussian(DiagonalGaussian):
     """A Gaussian over raw actions behind a tanh, which keeps actions inside their bounds.
 
     Candidates are scored before the tanh, where they are Gaussian and nothing has to be inverted.
+
+    Takes the arguments of :class:`DiagonalGaussian`.
+
+    Examples:
+        >>> family = TanhGaussian()
+        >>> dist = TanhNormal(torch.zeros(2), torch.ones(2), low=-1.0, high=1.0)
+        >>> bool(family.candidates(dist, 100).action.abs().max() <= 1)
+        True
     """
 
     def _from_raw(self, dist: Any, raw_action: Tensor) -> Tensor:
+        # eq: tanh-candidates
         return dist.transforms[0](raw_action)
 
     @property
@@ -292,6 +304,7 @@ class FullGaussian(_Gaussian):
         r"""Samples :math:`a = \mu + L z` with their draws ``z``."""
         policy = self.describe(dist)
         loc, scale_tril = policy.get("loc"), policy.get("scale_tril")
+        # eq: full-candidates
         noise = self._draw_noise(num_samples, loc)
         action = loc + (scale_tril @ noise.unsqueeze(-1)).squeeze(-1)
         return Candidates(action, {"noise": noise.movedim(0, -2)})
@@ -308,6 +321,7 @@ class FullGaussian(_Gaussian):
         moments = F.GaussianMoments(*(statistics.get(name) for name in F.GaussianMoments._fields))
         loc, scale_tril = new.get("loc"), new.get("scale_tril")
         old_policy = old.get("loc"), old.get("scale_tril")
+        # eq: full-decoupled-fit
         return F.weighted_multivariate_gaussian_cross_entropy(
             loc, old_policy[1], *old_policy, moments
         ) + F.weighted_multivariate_gaussian_cross_entropy(
@@ -317,6 +331,7 @@ class FullGaussian(_Gaussian):
     def divergences(self, new: TensorDictBase, old: TensorDictBase) -> dict[str, Tensor]:
         """Those of the moved mean and of the moved covariance."""
         parameters = (policy.get(name) for policy in (new, old) for name in ("loc", "scale_tril"))
+        # eq: full-kl-mean, full-kl-covariance
         kl_mean, kl_covariance = F.multivariate_gaussian_kl(*parameters)
         return {"mean": kl_mean.unsqueeze(-1), "covariance": kl_covariance.unsqueeze(-1)}
 

@@ -52,6 +52,17 @@ def policy_family(
     Keyword Args:
         per_dim (bool, optional): ``per_dim_constraining`` of the loss; ``None`` is ``True`` where
             there are dimensions.
+
+    Returns:
+        The family, with the action's size and bounds if they are known.
+
+    Examples:
+        >>> from tensordict.nn import TensorDictModule
+        >>> from torchrl.modules import ProbabilisticActor
+        >>> module = TensorDictModule(torch.nn.Linear(3, 2), ["observation"], ["logits"])
+        >>> actor = ProbabilisticActor(module, ["logits"], distribution_class=D.Categorical)
+        >>> policy_family(actor, None, per_dim=None).constraints
+        ('policy',)
     """
     parts = distribution_parts(actor_network)
     if len(parts) == 1:
@@ -151,7 +162,19 @@ def _part_spec(
 
 
 def resolve_penalization(requested: bool | None, policy: PolicyFamily) -> bool:
-    """Whether actions outside the bounds are penalised; by default if there can be any."""
+    """Whether actions outside the bounds are penalised; by default if there can be any.
+
+    Args:
+        requested (bool, optional): what the user asked for.
+        policy (PolicyFamily): the policy.
+
+    Returns:
+        Whether there is a penalty.
+
+    Examples:
+        >>> resolve_penalization(None, Categorical())
+        False
+    """
     if requested and not policy.leaves_bounds:
         raise ValueError(
             "action_penalization=True needs actions that can leave their bounds: those of an "

@@ -44,22 +44,76 @@ __all__ = [
 
 
 def retrace_coefficient(log_pi: Tensor, log_mu: Tensor, lmbda: Tensor | float) -> Tensor:
-    r""":math:`\lambda \min(1, \pi/\mu)`, clipped in log space so that nothing overflows."""
+    r""":math:`\lambda \min(1, \pi/\mu)`, clipped in log space so that nothing overflows.
+
+    Args:
+        log_pi (Tensor): log-probability of the stored action under the target policy.
+        log_mu (Tensor): its log-probability under the behaviour policy when it was taken.
+        lmbda (Tensor or float): trace parameter, in ``[0, 1]``.
+
+    Returns:
+        The coefficient of every step, of the same shape.
+
+    Examples:
+        >>> log_pi = torch.tensor([0.25, 2.0]).log()
+        >>> retrace_coefficient(log_pi, torch.zeros(2), 1.0)
+        tensor([0.2500, 1.0000])
+    """
+    # eq: retrace-coefficient
     return lmbda * (log_pi - log_mu).clamp_max(0.0).exp()
 
 
 def importance_coefficient(log_pi: Tensor, log_mu: Tensor) -> Tensor:
-    r""":math:`\pi / \mu`."""
+    r""":math:`\pi / \mu`.
+
+    Args:
+        log_pi (Tensor): log-probability of the stored action under the target policy.
+        log_mu (Tensor): its log-probability under the behaviour policy when it was taken.
+
+    Returns:
+        The coefficient of every step, of the same shape.
+
+    Examples:
+        >>> importance_coefficient(torch.tensor([0.25, 2.0]).log(), torch.zeros(2))
+        tensor([0.2500, 2.0000])
+    """
+    # eq: importance-coefficient
     return (log_pi - log_mu).exp()
 
 
 def tree_backup_coefficient(log_pi: Tensor, lmbda: Tensor | float) -> Tensor:
-    r""":math:`\lambda \pi(a|s)`. A density above one, possible for continuous actions, expands."""
+    r""":math:`\lambda \pi(a|s)`. A density above one, possible for continuous actions, expands.
+
+    Args:
+        log_pi (Tensor): log-probability of the stored action under the target policy.
+        lmbda (Tensor or float): trace parameter, in ``[0, 1]``.
+
+    Returns:
+        The coefficient of every step, of the same shape.
+
+    Examples:
+        >>> tree_backup_coefficient(torch.tensor([0.5]).log(), 0.5)
+        tensor([0.2500])
+    """
+    # eq: tree-backup-coefficient
     return lmbda * log_pi.exp()
 
 
 def q_lambda_coefficient(like: Tensor, lmbda: Tensor | float) -> Tensor:
-    r""":math:`\lambda` everywhere (Harutyunyan et al., 2016), of the shape of ``like``."""
+    r""":math:`\lambda` everywhere (Harutyunyan et al., 2016), of the shape of ``like``.
+
+    Args:
+        like (Tensor): of the shape that is wanted.
+        lmbda (Tensor or float): trace parameter, in ``[0, 1]``.
+
+    Returns:
+        The coefficient of every step, of the same shape.
+
+    Examples:
+        >>> q_lambda_coefficient(torch.zeros(2), 0.9)
+        tensor([0.9000, 0.9000])
+    """
+    # eq: q-lambda-coefficient
     return lmbda * torch.ones_like(like)
 
 
@@ -96,10 +150,18 @@ def off_policy_return_estimate(
 
     Returns:
         The target of every step, of the same shape.
+
+    Examples:
+        >>> reward = torch.ones(3, 1)
+        >>> done = torch.tensor([[False], [False], [True]])
+        >>> zero, one = torch.zeros(3, 1), torch.ones(3, 1)
+        >>> off_policy_return_estimate(0.5, one, zero, zero, reward, done).flatten()
+        tensor([1.7500, 1.5000, 1.0000])
     """
     delta, decay = _temporal_difference_and_decay(
         gamma, coefficient, state_action_value, next_state_value, reward, done, terminated, time_dim
     )
+    # eq: trace-recursion
     correction = torch.zeros_like(delta[..., 0])
     corrections = []
     for t in range(delta.shape[-1] - 1, -1, -1):
@@ -124,10 +186,32 @@ def vec_off_policy_return_estimate(
 
     The recursion is doubled: after ``k`` rounds every step has gathered ``2**k`` of its successors,
     so that ``ceil(log2(T))`` rounds of static shape do. Exact up to rounding.
+
+    Args:
+        gamma (Tensor or float): discount factor, scalar or of the shape of ``reward``.
+        coefficient (Tensor): ``c_t`` of each step's own action. The first one is never used.
+        state_action_value (Tensor): ``q_t``, the value of the stored action at ``s_t``.
+        next_state_value (Tensor): ``v_{t+1}``, the value of the stored next observation under the
+            target policy.
+        reward (Tensor): ``r_t``.
+        done (Tensor): end of a trajectory after step ``t``, boolean.
+        terminated (Tensor, optional): true termination after step ``t``. Defaults to ``done``.
+        time_dim (int): dimension of time. Defaults to ``-2``, for tensors ``[*B, T, 1]``.
+
+    Returns:
+        The target of every step, of the same shape.
+
+    Examples:
+        >>> coefficient, q, v, reward = torch.rand(4, 2, 7, 1)
+        >>> data = (coefficient, q, v, reward, torch.zeros(2, 7, 1, dtype=torch.bool))
+        >>> torch.testing.assert_close(
+        ...     vec_off_policy_return_estimate(0.9, *data), off_policy_return_estimate(0.9, *data)
+        ... )
     """
     delta, decay = _temporal_difference_and_decay(
         gamma, coefficient, state_action_value, next_state_value, reward, done, terminated, time_dim
     )
+    # eq: trace-doubling
     length = delta.shape[-1]
     reach = 1
     while reach < length:
@@ -191,6 +275,7 @@ def retrace_return_estimate(
         >>> target.shape
         torch.Size([2, 5, 1])
     """
+    # eq: retrace-return
     coefficient = retrace_coefficient(log_pi, log_mu, lmbda)
     return off_policy_return_estimate(
         gamma,
@@ -217,7 +302,33 @@ def vec_retrace_return_estimate(
     *,
     time_dim: int = -2,
 ) -> Tensor:
-    """:func:`retrace_return_estimate` without a loop over time."""
+    """:func:`retrace_return_estimate` without a loop over time.
+
+    Args:
+        gamma (Tensor or float): discount factor, scalar or of the shape of ``reward``.
+        lmbda (Tensor or float): trace parameter, in ``[0, 1]``.
+        log_pi (Tensor): log-probability of the stored action under the target policy.
+        log_mu (Tensor): its log-probability under the behaviour policy when it was taken.
+        state_action_value (Tensor): ``q_t``, the value of the stored action at ``s_t``.
+        next_state_value (Tensor): ``v_{t+1}``, the value of the stored next observation under the
+            target policy.
+        reward (Tensor): ``r_t``.
+        done (Tensor): end of a trajectory after step ``t``, boolean.
+        terminated (Tensor, optional): true termination after step ``t``. Defaults to ``done``.
+        time_dim (int): dimension of time. Defaults to ``-2``, for tensors ``[*B, T, 1]``.
+
+    Returns:
+        The target of every step, of the same shape.
+
+    Examples:
+        >>> log_pi, log_mu, q, v, reward = torch.randn(5, 2, 7, 1)
+        >>> data = (log_pi, log_mu, q, v, reward, torch.zeros(2, 7, 1, dtype=torch.bool))
+        >>> torch.testing.assert_close(
+        ...     vec_retrace_return_estimate(0.9, 0.95, *data),
+        ...     retrace_return_estimate(0.9, 0.95, *data),
+        ... )
+    """
+    # eq: retrace-return
     coefficient = retrace_coefficient(log_pi, log_mu, lmbda)
     return vec_off_policy_return_estimate(
         gamma,
@@ -244,12 +355,17 @@ def standardize(advantage: Tensor, groups: Tensor | None = None, eps: float = 1e
 
     Returns:
         Advantages of the same shape. One that is alone in its group is zero.
+
+    Examples:
+        >>> standardize(torch.tensor([[1.0], [3.0]])).flatten()
+        tensor([-0.7071,  0.7071])
     """
     if groups is None:
         groups = torch.zeros_like(advantage, dtype=torch.long)
     groups = groups.reshape(advantage.shape)
     result = torch.zeros_like(advantage)
     for group in groups.unique():
+        # eq: standardised-advantage
         members = advantage[groups == group]
         scale = members.std(correction=min(1, len(members) - 1)).clamp_min(eps)
         result = result.masked_scatter(groups == group, (members - members.mean()) / scale)
@@ -292,9 +408,11 @@ def _temporal_difference_and_decay(
             f"time_dim must be a dimension of the inputs of shape {tuple(reward.shape)}, "
             f"got {time_dim}."
         )
+    # eq: temporal-difference
     # A value that must not count is left out, not multiplied by zero: it may be NaN or infinite.
     bootstrap = torch.where(terminated.bool(), 0.0, next_state_value)
     delta = reward + gamma * bootstrap - state_action_value
+    # eq: trace-decay
     # The last step of the data has no successor, so its trace ends there.
     next_coefficient = torch.nn.functional.pad(
         coefficient.movedim(time_dim, -1)[..., 1:], (0, 1)

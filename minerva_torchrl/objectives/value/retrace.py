@@ -323,6 +323,7 @@ class Retrace(ValueEstimatorBase):
         gamma, coefficient = self.gamma.to(reward), self._coefficient(tensordict, log_pi, reward)
         form = V.vec_off_policy_return_estimate if self.vectorized else V.off_policy_return_estimate
         values = (state_action_value, next_value)
+        # eq: trace-recursion
         return form(gamma, coefficient, *values, reward, done, terminated, time_dim=time_dim)
 
     # Inputs of the recursion ---------------------------------------------------------------------
@@ -330,13 +331,17 @@ class Retrace(ValueEstimatorBase):
     def _coefficient(self, data: TensorDictBase, log_pi: Tensor | None, like: Tensor) -> Tensor:
         lmbda = self.lmbda.to(like)
         if log_pi is None or self.trace == "q_lambda":
+            # eq: q-lambda-coefficient
             return V.q_lambda_coefficient(like, lmbda)
         log_pi = log_pi.reshape(like.shape)
         if self.trace == "tree_backup":
+            # eq: tree-backup-coefficient
             return V.tree_backup_coefficient(log_pi, lmbda)
         log_mu = self._behaviour_log_prob(data).reshape(like.shape)
         if self.trace == "importance":
+            # eq: importance-coefficient
             return V.importance_coefficient(log_pi, log_mu)
+        # eq: retrace-coefficient
         return V.retrace_coefficient(log_pi, log_mu, lmbda)
 
     def _behaviour_log_prob(self, tensordict: TensorDictBase) -> Tensor:
@@ -377,6 +382,7 @@ class Retrace(ValueEstimatorBase):
         if "is_init" in following.keys():
             # Behind an end the next states are those of another trajectory, for recurrent networks.
             following.set("is_init", following.get("is_init") | tensordict.get("is_init"))
+        # eq: next-state-value
         action = self._dist(following, actor_params).sample((self.num_samples,))
         return self._mean_q_value(following, action, params)
 

@@ -1,0 +1,75 @@
+"""Tables of the documentation name every argument and every metric."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from tensordict.nn import NormalParamExtractor, TensorDictModule
+from torch import nn
+from torchrl.data import Bounded
+from torchrl.modules import (
+    MLP,
+    IndependentNormal,
+    OneHotCategorical,
+    ProbabilisticActor,
+    ValueOperator,
+)
+
+from minerva_torchrl import MPOLoss, VMPOLoss
+
+DOCS = Path(__file__).parents[1] / "docs"
+sys.path.insert(0, str(DOCS / "_ext"))
+try:
+    import docstrings
+    from reference_origins import resolve
+finally:
+    sys.path.pop(0)
+
+ORIGINS = yaml.safe_load((DOCS / "origins.yaml").read_text())
+METRICS = yaml.safe_load((DOCS / "metrics.yaml").read_text())
+
+
+@pytest.mark.parametrize("name", ORIGINS)
+def test_origins(name: str) -> None:
+    arguments = docstrings.parameters(resolve(f"minerva_torchrl.{name}"))
+    assert list(ORIGINS[name]) == list(arguments)
+    assert all(ORIGINS[name].values())
+
+
+def gaussian() -> ProbabilisticActor:
+    network = nn.Sequential(nn.Linear(3, 4), NormalParamExtractor())
+    return ProbabilisticActor(
+        TensorDictModule(network, ["observation"], ["loc", "scale"]),
+        in_keys=["loc", "scale"],
+        spec=Bounded(-1, 1, (2,)),
+        distribution_class=IndependentNormal,
+    )
+
+
+def categorical() -> ProbabilisticActor:
+    return ProbabilisticActor(
+        TensorDictModule(nn.Linear(3, 2), ["observation"], ["logits"]),
+        in_keys=["logits"],
+        distribution_class=OneHotCategorical,
+    )
+
+
+def documented(algorithm: str) -> set[str]:
+    return {name.strip() for names in METRICS[algorithm] for name in names.split(",")}
+
+
+def test_metrics_of_mpo() -> None:
+    critic = ValueOperator(MLP(5, 1), in_keys=["observation", "action"])
+    metrics = {key for key in MPOLoss(gaussian(), critic).out_keys if not key.startswith("loss_")}
+    assert metrics == documented("mpo")
+
+
+def test_metrics_of_vmpo() -> None:
+    critic = ValueOperator(nn.Linear(3, 1), in_keys=["observation"])
+    metrics = set()
+    for actor in (gaussian(), categorical()):
+        metrics |= {k for k in VMPOLoss(actor, critic).out_keys if not k.startswith("loss_")}
+    assert metrics == documented("vmpo")

@@ -1,0 +1,118 @@
+"""Docstrings of public objects say everything: each argument, what is returned, and an example."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import inspect
+import re
+import sys
+from abc import ABC
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "docs" / "_ext"))
+try:
+    import docstrings
+finally:
+    sys.path.pop(0)
+
+PACKAGES = (
+    "minerva_torchrl",
+    "minerva_torchrl.objectives",
+    "minerva_torchrl.objectives.functional",
+    "minerva_torchrl.objectives.value.functional",
+    "minerva_torchrl.objectives.policies",
+    "minerva_torchrl.objectives.critics",
+    "minerva_torchrl.modules",
+    "minerva_torchrl.envs",
+    "minerva_torchrl.trainers",
+    "minerva_torchrl.algorithms",
+    "minerva_torchrl.runs",
+    "minerva_torchrl.report",
+)
+
+
+def public() -> dict[str, Any]:
+    """Public functions and classes by their place of definition, each once."""
+    found = {}
+    for place in PACKAGES:
+        module = importlib.import_module(place)
+        for name in module.__all__:
+            obj = getattr(module, name)
+            if inspect.isclass(obj) or inspect.isfunction(obj):
+                found[f"{obj.__module__}.{obj.__qualname__}"] = obj
+    return found
+
+
+PUBLIC = public()
+ours = pytest.mark.parametrize("obj", PUBLIC.values(), ids=PUBLIC.keys())
+
+
+def shown_by_fields(obj: Any) -> bool:
+    """Whether the arguments are fields, each of which has a docstring of its own."""
+    return dataclasses.is_dataclass(obj) or hasattr(obj, "_fields")
+
+
+@ours
+def test_arguments(obj: Any) -> None:
+    if shown_by_fields(obj) or (inspect.isclass(obj) and issubclass(obj, Exception)):
+        return
+    text = inspect.getdoc(obj) or ""
+    if inspect.isclass(obj) and "__init__" not in vars(obj):
+        others = re.search(r"Takes the\s+arguments of\s+:class:", text)
+        if others or ABC in obj.__bases__ or obj.__init__ is object.__init__:
+            return
+    documented = set(docstrings.arguments(text))
+    given = set(docstrings.parameters(obj))
+    assert given - documented == set(), "arguments without a description"
+    assert documented - given == set(), "descriptions of arguments that do not exist"
+
+
+@ours
+def test_returns(obj: Any) -> None:
+    if inspect.isclass(obj):
+        return
+    returned = inspect.signature(obj).return_annotation
+    if returned not in (None, "None", inspect.Signature.empty):
+        assert "Returns" in docstrings.sections(inspect.getdoc(obj) or "")
+
+
+@ours
+def test_example(obj: Any) -> None:
+    no_instances = inspect.isclass(obj) and (issubclass(obj, Exception) or ABC in obj.__bases__)
+    if shown_by_fields(obj) or no_instances:
+        return
+    parts = docstrings.sections(inspect.getdoc(obj) or "")
+    example = parts.get("Examples", "") + parts.get("Example", "")
+    assert ">>> " in example or "See :" in example
+
+
+# The parser, with bad docstrings -----------------------------------------------------------------
+
+
+def test_parser() -> None:
+    def function(a, b=1, *, c, **kwargs):
+        """Do something.
+
+        Args:
+            a (int): the first,
+                over two lines: with a colon.
+            b (tuple of (int, int), optional): the second.
+
+        Keyword Args:
+            c: the third.
+
+        A paragraph behind it.
+
+        Returns:
+            Nothing: much.
+        """
+
+    found = docstrings.arguments(inspect.getdoc(function) or "")
+    assert list(found) == ["a", "b", "c"]
+    assert found["a"].text == "the first, over two lines: with a colon."
+    assert found["b"].type == "tuple of (int, int), optional"
+    assert set(docstrings.parameters(function)) - set(found) == {"kwargs"}
