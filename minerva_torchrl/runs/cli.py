@@ -21,6 +21,7 @@ from tqdm import tqdm
 from minerva_torchrl.algorithms import ALGORITHMS
 from minerva_torchrl.envs import EnvironmentFailure, PolicyFailure
 from minerva_torchrl.runs.checkpoints import CheckpointError
+from minerva_torchrl.runs.distributed import WorkersLost
 from minerva_torchrl.runs.evaluation import evaluate
 from minerva_torchrl.runs.help import train_help
 from minerva_torchrl.runs.load import load_policy
@@ -93,7 +94,12 @@ def train(config: DictConfig) -> None:
         if not sys.stderr.isatty() or HydraConfig.get().mode == RunMode.MULTIRUN:
             # On a terminal it was the first thing to be seen.
             _write(first_line(run.config, run.run_dir, resumed=run.checkpoint is not None))
-        summary = run.train()
+        while True:
+            try:
+                summary = run.train()
+                break
+            except WorkersLost as error:
+                run = _go_back(run, error)
     except CheckpointError as error:
         raise _failure(error, status=1) from None
     except (ConfigError, OmegaConfBaseException) as error:
@@ -121,6 +127,19 @@ def train(config: DictConfig) -> None:
         _write(f"Saved at {run.saved_frames:,} frames. Go on with:", f"  {run.resume_command()}")
         raise SystemExit(0)  # a sweep ends here, too
     _write(*_last_lines(run, summary))
+
+
+def _go_back(run: Run, error: WorkersLost) -> Run:
+    """The run at its last checkpoint, unless that was tried often enough."""
+    tried = run.restarts
+    if tried >= run.config.ray.max_restarts:
+        last = f"The last checkpoint has {run.saved_frames:,} frames. Go on with:"
+        _write(f"error: {error}", last, f"  {run.resume_command()}")
+        raise SystemExit(1) from None
+    _write(f"warning: {error} Going back to the last checkpoint, {run.saved_frames:,} frames.")
+    run = resume_run(run.run_dir, trust=True)
+    run.restarts = tried + 1
+    return run
 
 
 def _help(folder: str | None, name: str, arguments: Sequence[str]) -> str:

@@ -39,7 +39,7 @@ __all__ = [
 # How a run is executed and recorded. A name that ends with a dot is a whole section.
 _EXECUTION = ("device", "num_threads", "checkpoint.", "logger.")
 # Settings that may be changed when a run is resumed.
-_CHANGEABLE = ("total_frames", *_EXECUTION, "eval.video")
+_CHANGEABLE = ("total_frames", *_EXECUTION, "eval.video", "ray.")
 # Sections that may have settings of any name.
 _FREE_SECTIONS = ("env.kwargs", "network.critic_kwargs", "loss.objectives")
 # Settings that have no influence on what a run learns.
@@ -144,6 +144,8 @@ def resumed_config(run_dir: Path, overrides: Mapping[str, Any]) -> RunConfig:
         )
     for name, value in overrides.items():
         _set(settings, name, value)
+    if settings["ray"]["collectors"] and config.shared_batch is not None:
+        settings["compile"]["enabled"] = False  # not for learners on a cluster
     return parse_config(config.algo, settings)
 
 
