@@ -21,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from minerva_torchrl.algorithms import ALGORITHMS, RunConfig
+from minerva_torchrl.algorithms.ray_config import RayConfig
 from minerva_torchrl.runs.manifest import CheckpointError
 from minerva_torchrl.runs.settings_file import read_settings_text
 from minerva_torchrl.runs.strict import ConfigError, parse, unknown_setting
@@ -146,6 +147,10 @@ def resumed_config(run_dir: Path, overrides: Mapping[str, Any]) -> RunConfig:
         _set(settings, name, value)
     if settings["ray"]["collectors"] and config.shared_batch is not None:
         settings["compile"]["enabled"] = False  # not for learners on a cluster
+    if not settings["ray"]["collectors"]:  # the rest of the section is for a cluster only
+        named = {name.partition(".")[2] for name in overrides if name.startswith("ray.")}
+        kept = {name: settings["ray"][name] for name in named & settings["ray"].keys()}
+        settings["ray"] = {**asdict(RayConfig()), **kept}
     return parse_config(config.algo, settings)
 
 

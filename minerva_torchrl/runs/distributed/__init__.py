@@ -8,7 +8,8 @@ of run can be resumed as the other, with any number of collectors and learners.
 - :mod:`.cluster` connects, and refuses what the cluster can't give.
 - :mod:`.worker` is what runs in a collector's process; :mod:`.collector` is the driver's side,
   which replaces those that are lost.
-- :mod:`.replay` is the replay service, :mod:`.trainer` drives the learners.
+- :mod:`.replay` is the replay service, :mod:`.trainer` drives the learners, in which
+  :mod:`.stepper` takes the steps.
 - :mod:`.statistics` merges running means and variances.
 - :mod:`.assembly` puts them together.
 

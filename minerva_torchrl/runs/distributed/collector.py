@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -31,6 +32,8 @@ class _Member:
     actor: Any
     ready: Any
     """Becomes available when the collector is."""
+    loaded: Any = None
+    """Becomes available when the weights that were published last are in use."""
     is_ready: bool = False
     work: list[Any] = field(default_factory=list)
     """Batches that were asked for, the first one first."""
@@ -168,7 +171,8 @@ class ClusterCollector(RayCollector):
 
     def _load(self, member: _Member) -> None:
         if self._published is not None:
-            member.actor.load.remote(self._published, self.version, self._statistics.get())
+            statistics = self._statistics.get()
+            member.loaded = member.actor.load.remote(self._published, self.version, statistics)
 
     # Collectors ----------------------------------------------------------------------------------
 
@@ -247,12 +251,11 @@ class ClusterCollector(RayCollector):
 
     def _receive(self, member: _Member, answer: Any) -> Report | None:
         try:
-            result = ray.get(answer)
+            with _explained():
+                result = ray.get(answer)
         except RayActorError:
             self._replace(member, "died")
             return None
-        except RayTaskError as error:
-            raise _cause(error) from None
         member.since = time.monotonic()
         if not member.is_ready:
             member.is_ready = True
@@ -260,7 +263,9 @@ class ClusterCollector(RayCollector):
         member.work.pop(0)
         self._lost_in_a_row = 0
         report: Report = result
-        if report.batch is not None and report.version != self.version:
+        if report.version < (self.version if report.batch is not None else 0):
+            with _explained():
+                ray.get(member.loaded)  # raises if the weights can't be used there
             return None  # of an older policy: collected again
         if report.added:
             self._statistics.merge(report.added)
@@ -288,11 +293,15 @@ class ClusterCollector(RayCollector):
         return batch.set(("collector", "policy_version"), versions)
 
 
-def _cause(error: RayTaskError) -> BaseException:
-    """What a collector raised; a loss, if it could not reach the replay service."""
-    cause: BaseException = error.cause
-    if isinstance(cause, RayTaskError):
-        return _cause(cause)
-    if isinstance(cause, RayError):
-        return WorkersLost("the replay service was lost.")
-    return cause
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """Raise what a collector raised; a loss, if it could not reach the replay service."""
+    try:
+        yield
+    except RayTaskError as error:
+        cause: BaseException = error
+        while isinstance(cause, RayTaskError):
+            cause = cause.cause
+        if isinstance(cause, RayError):
+            raise WorkersLost("the replay service was lost.") from error
+        raise cause from None

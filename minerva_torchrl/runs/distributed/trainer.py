@@ -3,82 +3,30 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
-from copy import copy
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import ray
 import torch
+import torch.distributed as dist
 from ray.exceptions import RayError, RayTaskError
-from tensordict import TensorDict, TensorDictBase
+from tensordict import TensorDict
 from torchrl.trainers import Trainer
-from torchrl.trainers.trainers import OptimizationStepper
 
 from minerva_torchrl.algorithms import RunConfig
 from minerva_torchrl.runs.distributed import WorkersLost
 from minerva_torchrl.runs.distributed.collector import ClusterCollector
 from minerva_torchrl.runs.distributed.replay import ReplayService, SamplingClient
+from minerva_torchrl.runs.distributed.stepper import SKIPPED, ReportingStepper
 from minerva_torchrl.runs.distributed.worker import Report, Workplace
 from minerva_torchrl.trainers import MPOTrainer
-from minerva_torchrl.trainers.stepping import GuardedStepper
+from minerva_torchrl.trainers.stepping import NonFiniteError
 
-__all__ = ["ClusterTrainer", "ReportingStepper"]
+__all__ = ["ClusterTrainer"]
 
-_SKIPPED = "skipped"
 # Hooks of the updates, which are elsewhere: they are called once per batch, here.
 _AFTER_UPDATES = ("post_optim", "post_optim_complete_log")
-
-
-class ReportingStepper(OptimizationStepper):
-    """A stepper in a learner's process, which says after each update how it went.
-
-    TorchRL averages what the steps of a batch return, over those entries that all have. A stepper
-    that evaluates its metrics now and then would return none: here the latest ones are repeated.
-
-    Args:
-        stepper (GuardedStepper): takes the steps.
-
-    Keyword Args:
-        limit (int): updates in a row that may not be finite.
-        num_threads (int): threads of torch in a learner's process.
-    """
-
-    updates_replay_priority = True  # or TorchRL would send every batch back to the replay buffer
-
-    def __init__(self, stepper: GuardedStepper, *, limit: int, num_threads: int) -> None:
-        self.stepper, self.limit, self.num_threads = stepper, limit, num_threads
-        self._latest = TensorDict()
-        self._steps = 0
-
-    def __getstate__(self) -> dict[str, Any]:
-        stepper = copy(self.stepper)
-        vars(stepper).pop("_trainer", None)  # of this process
-        return {**vars(self), "stepper": stepper}
-
-    def register(self, trainer: Any, name: str = "optimization_stepper") -> None:
-        """Attach to a learner."""
-        torch.set_num_threads(self.num_threads)
-        super().register(trainer, name)
-
-    def step(self, trainer: Any, sub_batch: TensorDictBase) -> TensorDict:
-        """One update: its metrics, and whether it was left out, as 0 or 1."""
-        metrics = self.stepper.step(trainer, sub_batch)
-        self._steps += 1
-        if self._steps % self.limit == 0:
-            self.stepper.check_finite(self.limit)
-        if not metrics.is_empty():
-            self._latest = metrics
-        left_out = (~self.stepper.latest_taken).to(torch.float64)
-        return TensorDict({**self._latest, _SKIPPED: left_out.reshape(())})
-
-    def state_dict(self) -> dict[str, Any]:
-        """That of the stepper."""
-        return self.stepper.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Go on from a state."""
-        self.stepper.load_state_dict(state_dict)
 
 
 class ClusterTrainer(Trainer):
@@ -146,6 +94,7 @@ class ClusterTrainer(Trainer):
         self.warmup_frames = local.warmup_frames
         self._modules = local._modules
         self._pulled = -1  # updates of the state that is here; none are elsewhere yet
+        self._is_lost = False
         self._stored = 0
         self._unpublished = 0
         self._lags: list[float] = []
@@ -180,6 +129,9 @@ class ClusterTrainer(Trainer):
                     self._post_steps_hook()
                     if self._stop_training or self.collected_frames >= self.total_frames:
                         break
+        except Exception:
+            self._rescue()
+            raise
         finally:
             self.shutdown()
 
@@ -203,7 +155,7 @@ class ClusterTrainer(Trainer):
         receipt = self._execution_backend.step(steps)
         self._optim_count += receipt.optim_steps
         metrics = receipt.metrics
-        self.optimization_stepper.note_skipped(round(float(metrics.pop(_SKIPPED)) * steps))
+        self.optimization_stepper.note_skipped(round(float(metrics.pop(SKIPPED)) * steps))
         metrics = {name: metrics.get(name) for name in sorted(metrics.keys())}
         losses = TensorDict({**metrics, **self._figures()})
         self.optimization_stepper.latest = losses
@@ -238,6 +190,8 @@ class ClusterTrainer(Trainer):
 
         Every learner has the same. Nothing happens if it is here already.
         """
+        if self._is_lost:
+            raise WorkersLost("what was learned since the last checkpoint was lost.")
         if self._pulled in (-1, self._optim_count):
             return
         with self._explained():
@@ -248,6 +202,13 @@ class ClusterTrainer(Trainer):
         self.target_net_updater.load_state_dict(state["target_net_updater"])
         self._pulled = self._optim_count
 
+    def _rescue(self) -> None:
+        """After an error elsewhere, the state of the learners is still worth a checkpoint."""
+        try:
+            self.pull()
+        except Exception:  # of any kind: the error that came before is the one to report
+            self._is_lost = True
+
     def shutdown(self) -> None:
         """End collectors and learners. Can be called again."""
         self.cluster.shutdown()
@@ -256,30 +217,26 @@ class ClusterTrainer(Trainer):
         self._pulled = -1
 
     @contextlib.contextmanager
-    def _explained(self) -> Any:
+    def _explained(self) -> Iterator[None]:
         """Say in one line which process was lost; raise what was raised in one."""
         try:
             yield
-        except RayTaskError as error:
-            cause = error.cause
-            if not isinstance(cause, RayError):
-                self.service.check()
-                if not self._learners_live():
-                    raise WorkersLost("a learner was lost.") from error
+        except (WorkersLost, NonFiniteError):
+            raise
+        except Exception as error:
+            cause = error.cause if isinstance(error, RayTaskError) else error
+            if isinstance(cause, NonFiniteError) or not _is_loss(cause):
                 raise cause from None
             self.service.check()
             raise WorkersLost("a learner was lost.") from error
-        except RayError as error:
-            self.service.check()
-            raise WorkersLost("a learner was lost.") from error
-        except RuntimeError as error:
-            if isinstance(error, WorkersLost) or "Ray learner generation is" not in str(error):
-                raise
-            self.service.check()
-            raise WorkersLost("a learner was lost.") from error
 
-    def _learners_live(self) -> bool:
-        return bool(self._execution_backend.is_alive())
+
+def _is_loss(error: BaseException) -> bool:
+    """Whether an error is what a process sees of another one that is gone."""
+    if isinstance(error, (RayError, dist.DistError)):
+        return True
+    signs = ("gloo", "Ray learner generation is")
+    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in signs)
 
 
 class _ForLearners:
