@@ -105,7 +105,7 @@ def _with_learners(
     assembly = assemble(config, parts)
     local: Any = assembly.trainer
     memory: ReplayMemory = local.memory
-    service = ReplayService(assembly.replay_buffer)
+    service = ReplayService(assembly.replay_buffer, config.ray.learners)
     opened.callback(service.close)
     ahead = 0
     if not config.ray.sync:

@@ -49,15 +49,16 @@ class ReplayService(RayReplayBuffer):
 
     Args:
         buffer (TensorDictReplayBuffer): a buffer as a local run would have it, empty.
+        learners (int): processes that share a batch.
     """
 
-    def __init__(self, buffer: TensorDictReplayBuffer) -> None:
+    def __init__(self, buffer: TensorDictReplayBuffer, learners: int) -> None:
         self.max_size = int(buffer.storage.max_size)
         super().__init__(
             replay_buffer_cls=TensorDictReplayBuffer,
             storage=partial(LazyTensorStorage, self.max_size),
             sampler=buffer.sampler,
-            batch_size=buffer.batch_size,
+            batch_size=buffer.batch_size // learners,
             remote_config={"num_cpus": 1, "num_gpus": 0, "max_restarts": 0},
         )
 
