@@ -5,12 +5,13 @@ JOBS ?= 2
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+RAY_STAMP := $(VENV)/.installed-ray
 
 # One thread per test process: the tests are small, and threads would only compete.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS)
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all campaign campaign-quick bench results-smoke report check format clean
+.PHONY: help train test test-all test-ray campaign campaign-quick bench results-smoke report check format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s  %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -22,7 +23,10 @@ test: $(STAMP) ## run the tests (ARGS="..." goes to pytest)
 	@$(PYTEST) $(ARGS)
 
 test-all: $(STAMP) ## run the tests, slow ones included
-	@$(PYTEST) -m "slow or not slow" $(ARGS)
+	@$(PYTEST) -m "not ray" $(ARGS)
+
+test-ray: $(RAY_STAMP) ## run the tests on a Ray cluster, which they start and stop (about ten minutes)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m ray tests/runs/distributed $(ARGS)
 
 campaign: $(STAMP) ## put the promises of docs/reliability.md to the test (at most 45 minutes)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.campaign --minutes 44 --jobs $(JOBS) $(ARGS)
@@ -63,4 +67,9 @@ $(STAMP): pyproject.toml constraints.txt
 	fi
 	@rm -f $@
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@touch $@
+
+$(RAY_STAMP): $(STAMP)
+	@echo "installing Ray into $(VENV) ..."
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[dev,ray]"
 	@touch $@
