@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from dataclasses import fields, is_dataclass
 from functools import partial
 from pathlib import Path
-from types import NoneType
-from typing import Any, get_args, get_type_hints
+from types import NoneType, UnionType
+from typing import Any, Union, get_args, get_origin, get_type_hints
 
 from hydra.core.global_hydra import GlobalHydra
 
@@ -203,7 +203,8 @@ def _settings(kind: Any, path: str = "") -> Iterator[tuple[str, list[Any]]]:
         if is_dataclass(hint):
             yield from _settings(hint, f"{path}{field.name}.")
         elif field.name != "algo":
-            options = get_args(hint) if NoneType in get_args(hint) else (hint,)
+            is_union = isinstance(hint, UnionType) or get_origin(hint) is Union
+            options = get_args(hint) if is_union else (hint,)
             kinds = [getattr(option, "__origin__", option) for option in options]
             yield f"{path}{field.name}", [one for one in kinds if one is not NoneType]
 

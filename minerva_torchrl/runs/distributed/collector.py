@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import heapq
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -14,6 +15,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from tensordict import TensorDictBase
 from torchrl.collectors.distributed import RayCollector
 
+from minerva_torchrl.envs import EnvironmentFailure
 from minerva_torchrl.runs.distributed import WorkersLost
 from minerva_torchrl.runs.distributed.statistics import Statistics
 from minerva_torchrl.runs.distributed.worker import Report, Task, WorkerCollector, Workplace
@@ -80,7 +82,6 @@ class ClusterCollector(RayCollector):
         self._task, self._statistics, self._on_lost = task, statistics, on_lost
         self._members: list[_Member] = []
         self._first_number = first_number
-        self._started = 0
         self._frames_ahead = frames_ahead
         self._timeout = settings.timeout
         self.replaced = 0
@@ -223,14 +224,16 @@ class ClusterCollector(RayCollector):
     def _hand_out(self, parts: int) -> None:
         """Ask for as many parts as are missing, of those with the least to do."""
         missing = parts - sum(len(member.work) for member in self._members)
-        ready = [member for member in self._members if member.is_ready]
-        if not ready:
-            return
-        for _ in range(missing):
-            member = min(ready, key=lambda member: len(member.work))
+        ready = enumerate(self._members)
+        queue = [(len(member.work), index) for index, member in ready if member.is_ready]
+        heapq.heapify(queue)
+        for _ in range(missing if queue else 0):
+            length, index = queue[0]
+            member = self._members[index]
             if not member.work:
                 member.since = time.monotonic()
             member.work.append(member.actor.collect.remote())
+            heapq.heapreplace(queue, (length + 1, index))
 
     def _wait(self) -> list[Report]:
         """What came in, as soon as anything did."""
@@ -241,6 +244,8 @@ class ClusterCollector(RayCollector):
             elif member.work:
                 waiting[member.work[0]] = member
         done, _ = ray.wait(list(waiting), num_returns=1, timeout=1.0)
+        if done:  # together with the others that are there
+            done, _ = ray.wait(list(waiting), num_returns=len(waiting), timeout=0)
         reports = []
         for answer in done:
             report = self._receive(waiting[answer], answer)
@@ -253,7 +258,10 @@ class ClusterCollector(RayCollector):
         try:
             with _explained():
                 result = ray.get(answer)
-        except RayActorError:
+        except RayActorError as error:
+            if error.actor_init_failed:  # as any other would
+                reason = str(error).strip().splitlines()[-1]
+                raise EnvironmentFailure(f"a collector can't be started: {reason}") from None
             self._replace(member, "died")
             return None
         member.since = time.monotonic()
