@@ -211,7 +211,8 @@ def _settings(kind: Any, path: str = "") -> Iterator[tuple[str, list[Any]]]:
 
 def _fits(kind: Any, value: Any) -> bool:
     """Whether a value would be right after all: the table is for the first type of a setting."""
-    return (kind is tuple and value == []) or (kind is int and value == 2**70)
+    is_number = kind is float and isinstance(value, float) and math.isfinite(value)
+    return is_number or (kind is tuple and value == []) or (kind is int and value == 2**70)
 
 
 # Trying ------------------------------------------------------------------------------------------
