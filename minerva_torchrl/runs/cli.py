@@ -77,7 +77,7 @@ def train_main(
         program()
 
 
-def train(config: DictConfig) -> None:
+def train(config: DictConfig) -> float | None:
     """Train, or go on training, with settings that Hydra put together.
 
     Errors in settings end the program with status 2 and a line for each; a folder that can't be
@@ -87,6 +87,10 @@ def train(config: DictConfig) -> None:
 
     Args:
         config (DictConfig): what ``@hydra.main`` passes on.
+
+    Returns:
+        The final evaluation, for sweepers that search for the best settings; ``None`` if the run
+        was complete before.
     """
     run: Run | None = None
     try:
@@ -119,7 +123,7 @@ def train(config: DictConfig) -> None:
         _write(*lines)
         raise SystemExit(1) from None
     if not summary:
-        return
+        return None
     if run.saved_frames < run.frames:
         _write(f"error: {run.run_dir} is not saved: {run.saved_frames:,} of {run.frames:,} frames")
         raise SystemExit(1)
@@ -127,6 +131,8 @@ def train(config: DictConfig) -> None:
         _write(f"Saved at {run.saved_frames:,} frames. Go on with:", f"  {run.resume_command()}")
         raise SystemExit(0)  # a sweep ends here, too
     _write(*_last_lines(run, summary))
+    final: float | None = summary["final_return"]
+    return final
 
 
 def _go_back(run: Run, error: WorkersLost) -> Run:

@@ -250,7 +250,7 @@ def check_overrides(algo: str, arguments: Sequence[str] | None = None) -> list[s
             if not override.is_sweep_override():
                 allowed = ", ".join(algorithm.presets)
                 problems.append(f"preset must be one of {allowed}, got {override.value()!r}.")
-        elif name.split(".")[0] != "hydra":
+        elif not name.startswith(("hydra.", "hydra/")):
             problems += filter(None, [unknown_setting(algorithm.config_class, name)])
             if name.startswith(_FREE_SECTIONS) and argument.startswith(_FREE_SECTIONS):
                 checked[index] = f"++{argument}"  # Hydra would want names that it knows
