@@ -8,13 +8,14 @@ STAMP := $(VENV)/.installed
 DOCS_STAMP := $(VENV)/.installed-docs
 SITE := docs/_build/html
 PORT ?= 8000
+RAY_STAMP := $(VENV)/.installed-ray
 
 # One thread per test process: the tests are small, and threads would only compete. A file's tests
 # stay together, so that what they share is made once.
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all campaign campaign-quick bench results-smoke report docs docs-serve upstream-patch check format clean
+.PHONY: help train test test-all test-ray campaign campaign-quick bench results-smoke report docs docs-serve upstream-patch check format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s  %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -26,7 +27,10 @@ test: $(STAMP) ## run the tests (ARGS="..." goes to pytest)
 	@$(PYTEST) $(ARGS)
 
 test-all: $(STAMP) ## run the tests, slow ones included
-	@$(PYTEST) -m "slow or not slow" $(ARGS)
+	@$(PYTEST) -m "not ray" $(ARGS)
+
+test-ray: $(RAY_STAMP) ## run the tests on a Ray cluster, which they start and stop (about ten minutes)
+	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m ray tests/runs/distributed $(ARGS)
 
 campaign: $(STAMP) ## put the promises of docs/reliability.md to the test (at most 45 minutes)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.campaign --minutes 44 --jobs $(JOBS) $(ARGS)
@@ -84,4 +88,9 @@ $(STAMP): pyproject.toml constraints.txt
 $(DOCS_STAMP): $(STAMP)
 	@echo "installing the documentation's tools ..."
 	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[dev,docs]"
+	@touch $@
+
+$(RAY_STAMP): $(STAMP)
+	@echo "installing Ray into $(VENV) ..."
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[dev,ray]"
 	@touch $@

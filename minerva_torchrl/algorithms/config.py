@@ -13,6 +13,7 @@ from itertools import pairwise
 from math import inf
 from typing import Any, Literal, TypeVar
 
+from minerva_torchrl.algorithms.ray_config import RayConfig, problems_with_ray
 from minerva_torchrl.modules.init import Initializer
 from minerva_torchrl.modules.networks import Activation
 from minerva_torchrl.objectives.duals import DualVariable
@@ -266,6 +267,7 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     logger: LoggerConfig = field(default_factory=LoggerConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
+    ray: RayConfig = field(default_factory=RayConfig)
 
     env: EnvConfig = field(default_factory=EnvConfig)
     collector: CollectorConfig = field(default_factory=CollectorConfig)
@@ -283,6 +285,17 @@ class RunConfig:
     def compilable_steps(self) -> int:
         """Gradient steps of the run that ``compile`` applies to."""
         return 0
+
+    @property
+    def shared_batch(self) -> int | None:
+        """Samples of an update that learners could share; ``None`` if all stay in one process."""
+        return None
+
+    @property
+    def copies_per_collector(self) -> int:
+        """Copies of the task in a collector on a Ray cluster."""
+        copies = self.ray.envs_per_collector
+        return self.env.num_envs if copies is None else copies
 
     @property
     def frames_per_evaluation(self) -> int:
@@ -345,7 +358,9 @@ class RunConfig:
                 "env.num_envs must be a multiple of env.num_workers, got "
                 f"{self.env.num_envs} and {self.env.num_workers}."
             )
-        if self.env.num_envs > 0 and self.collector.frames_per_batch % self.env.num_envs:
+        yield from problems_with_ray(self)
+        copies = self.env.num_envs if self.ray.collectors <= 0 else 0
+        if copies > 0 and self.collector.frames_per_batch % copies:
             yield (
                 "collector.frames_per_batch must be a multiple of env.num_envs, got "
                 f"{self.collector.frames_per_batch} and {self.env.num_envs}."

@@ -173,8 +173,15 @@ class MPOConfig(RunConfig):
         return round(self.optim.updates_per_frame * self.collector.frames_per_batch)
 
     @property
+    def shared_batch(self) -> int:
+        """What is drawn from the replay buffer for an update."""
+        return self.replay_buffer.batch_size
+
+    @property
     def compilable_steps(self) -> int:
-        """All updates, unless they are taken in parts."""
+        """All updates, unless they are taken in parts, or by learners on a cluster."""
+        if self.ray.collectors:
+            return 0
         whole = self.optim.num_policy_steps == 1 and self.optim.dual_order == "simultaneous"
         return self.num_batches * self.updates_per_batch if whole else 0
 

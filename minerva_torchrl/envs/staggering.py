@@ -52,6 +52,8 @@ class StaggeredEpisodes(Transform):
         check_count("episode_length", episode_length)
         super().__init__()
         self.episode_length = episode_length
+        self.place: tuple[int, int] | None = None
+        """If there are more copies elsewhere: the number of the first one here, and of all."""
         self._steps = 0  # since all copies were reset
         self._last_steps: Tensor | None = None  # of the copies' first episodes
 
@@ -75,8 +77,9 @@ class StaggeredEpisodes(Transform):
         if self._steps >= self.episode_length:
             return None
         if self._last_steps is None:
-            count = terminated.numel()
-            copies = torch.arange(count, device=terminated.device).reshape(terminated.shape)
+            first, count = self.place or (0, terminated.numel())
+            copies = torch.arange(terminated.numel(), device=terminated.device)
+            copies = first + copies.reshape(terminated.shape)
             self._last_steps = -(-copies * self.episode_length // count)
         return (self._last_steps == self._steps) & ~terminated
 

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from minerva_torchrl.runs.callbacks import Callback
     from minerva_torchrl.runs.checkpoints import Checkpoint, CheckpointStore, open_checkpoint
     from minerva_torchrl.runs.cli import train
+    from minerva_torchrl.runs.distributed import WorkersLost
     from minerva_torchrl.runs.evaluation import Evaluation, evaluate
     from minerva_torchrl.runs.load import TrainedPolicy, load_policy
     from minerva_torchrl.runs.manifest import CheckpointError
@@ -39,6 +40,7 @@ __all__ = [
     "RunConfig",
     "TrainedPolicy",
     "VMPOConfig",
+    "WorkersLost",
     "check_overrides",
     "evaluate",
     "evaluate_main",
@@ -60,6 +62,7 @@ _PLACES = {
     "runs.callbacks": ("Callback",),
     "runs.checkpoints": ("Checkpoint", "CheckpointStore", "open_checkpoint"),
     "runs.cli": ("train",),
+    "runs.distributed": ("WorkersLost",),
     "runs.evaluation": ("Evaluation", "evaluate"),
     "runs.load": ("TrainedPolicy", "load_policy"),
     "runs.manifest": ("CheckpointError",),

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 import torch
 from tensordict.nn import ProbabilisticTensorDictSequential
+from torchrl.collectors import BaseCollector
 from torchrl.data import TensorDictReplayBuffer
 from torchrl.envs import TransformedEnv
 from torchrl.objectives.common import LossModule
@@ -57,14 +59,30 @@ class Assembly:
         """The policy; deterministic or not, as the exploration type says."""
         return self.loss.actor_network
 
+    def refresh(self) -> None:
+        """Bring here what has been learned elsewhere: nothing, in a run of one process."""
 
-def assemble(config: RunConfig, parts: UserParts | None = None) -> Assembly:
+    def shutdown(self) -> None:
+        """Close the environment, and whatever else is open."""
+        self.collector.shutdown()
+
+
+def assemble(
+    config: RunConfig,
+    parts: UserParts | None = None,
+    *,
+    make_collector: Callable[[TransformedEnv, LossModule], BaseCollector] | None = None,
+) -> Assembly:
     """Everything that a run of these settings trains with.
 
     Args:
         config (RunConfig): settings without problems.
         parts (UserParts, optional): what the run takes from its user. Defaults to what the settings
             name.
+
+    Keyword Args:
+        make_collector (callable, optional): makes another collector for the trainer, from the
+            environment and the loss.
 
     Returns:
         Its parts, seeded with ``config.seed``.
@@ -95,7 +113,7 @@ def assemble(config: RunConfig, parts: UserParts | None = None) -> Assembly:
         trainer = algorithm.make_trainer(
             loss,
             replay_buffer,
-            collector=collector,
+            collector=collector if make_collector is None else make_collector(env, loss),
             total_frames=config.total_frames,
             loss_module=loss,
             frame_skip=config.env.frame_skip,

@@ -21,6 +21,7 @@ from tqdm import tqdm
 from minerva_torchrl.algorithms import ALGORITHMS
 from minerva_torchrl.envs import EnvironmentFailure, PolicyFailure
 from minerva_torchrl.runs.checkpoints import CheckpointError
+from minerva_torchrl.runs.distributed import WorkersLost
 from minerva_torchrl.runs.evaluation import evaluate
 from minerva_torchrl.runs.help import train_help
 from minerva_torchrl.runs.load import load_policy
@@ -72,7 +73,7 @@ def train_main(algo: str, arguments: Sequence[str], *, config_dir: Path | None =
         program()
 
 
-def train(config: DictConfig) -> None:
+def train(config: DictConfig) -> float | None:
     """Train, or go on training, with settings that Hydra put together.
 
     Errors in settings end the program with status 2 and a line for each; a folder that can't be
@@ -83,6 +84,10 @@ def train(config: DictConfig) -> None:
     Args:
         config (DictConfig): what ``@hydra.main`` passes on.
 
+    Returns:
+        The final evaluation, for sweepers that search for the best settings; ``None`` if the run
+        was complete before.
+
     Examples:
         See :func:`~minerva_torchrl.runs.train_main`, which calls it.
     """
@@ -92,7 +97,12 @@ def train(config: DictConfig) -> None:
         if not sys.stderr.isatty() or HydraConfig.get().mode == RunMode.MULTIRUN:
             # On a terminal it was the first thing to be seen.
             _write(first_line(run.config, run.run_dir, resumed=run.checkpoint is not None))
-        summary = run.train()
+        while True:
+            try:
+                summary = run.train()
+                break
+            except WorkersLost as error:
+                run = _go_back(run, error)
     except CheckpointError as error:
         raise _failure(error, status=1) from None
     except (ConfigError, OmegaConfBaseException) as error:
@@ -112,7 +122,7 @@ def train(config: DictConfig) -> None:
         _write(*lines)
         raise SystemExit(1) from None
     if not summary:
-        return
+        return None
     if run.saved_frames < run.frames:
         _write(f"error: {run.run_dir} is not saved: {run.saved_frames:,} of {run.frames:,} frames")
         raise SystemExit(1)
@@ -120,6 +130,21 @@ def train(config: DictConfig) -> None:
         _write(f"Saved at {run.saved_frames:,} frames. Go on with:", f"  {run.resume_command()}")
         raise SystemExit(0)  # a sweep ends here, too
     _write(*_last_lines(run, summary))
+    final: float | None = summary["final_return"]
+    return final
+
+
+def _go_back(run: Run, error: WorkersLost) -> Run:
+    """The run at its last checkpoint, unless that was tried often enough."""
+    tried = run.restarts
+    if tried >= run.config.ray.max_restarts:
+        last = f"The last checkpoint has {run.saved_frames:,} frames. Go on with:"
+        _write(f"error: {error}", last, f"  {run.resume_command()}")
+        raise SystemExit(1) from None
+    _write(f"warning: {error} Going back to the last checkpoint, {run.saved_frames:,} frames.")
+    run = resume_run(run.run_dir, trust=True)
+    run.restarts = tried + 1
+    return run
 
 
 def _help(folder: str | None, name: str, arguments: Sequence[str]) -> str:

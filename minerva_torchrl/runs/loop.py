@@ -171,6 +171,7 @@ class TrainingLoop:
         if self._evaluated_at == run.frames:
             return
         self._evaluated_at = run.frames
+        run.assembly.refresh()
         pictures: list[Any] = []
 
         def take_picture() -> None:
@@ -220,6 +221,7 @@ class TrainingLoop:
         episodes: bool = True,
     ) -> None:
         run, config = self._run, self._config
+        run.assembly.refresh()
         state = snapshot.capture(
             run.assembly,
             run.callbacks,

@@ -9,6 +9,7 @@ import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -17,6 +18,7 @@ import torch
 from minerva_torchrl.algorithms import RunConfig
 from minerva_torchrl.runs import snapshot
 from minerva_torchrl.runs.assemble import (
+    Assembly,
     assemble,
     make_evaluation_env,
     resolve_compile,
@@ -36,7 +38,7 @@ from minerva_torchrl.runs.loggers import MetricsLogger, check_backend, make_logg
 from minerva_torchrl.runs.loop import TrainingLoop
 from minerva_torchrl.runs.manifest import is_count, mismatch
 from minerva_torchrl.runs.metrics import MetricsBuffer
-from minerva_torchrl.runs.parts import Networks, find_callbacks, find_parts, with_names
+from minerva_torchrl.runs.parts import Networks, UserParts, find_callbacks, find_parts, with_names
 from minerva_torchrl.runs.progress import Progress
 from minerva_torchrl.runs.settings import resumed_config
 from minerva_torchrl.runs.signals import StopOnSignals
@@ -87,6 +89,7 @@ class Run:
         saved_frames (int): frames of the last checkpoint.
         earlier_seconds (float): time that the run took before it was resumed.
         stop_reason (str or None): why the run was asked to stop.
+        restarts (int): how often it went back to a checkpoint by itself.
 
     Examples:
         >>> import io, tempfile
@@ -127,12 +130,14 @@ class Run:
         config = with_names(config, networks, make_env)
         self.config, self.run_dir, self.checkpoint = config, run_dir, checkpoint
         self.stop_reason: str | None = None
+        self.restarts = 0
         if checkpoint is not None:
             check_same_run(config, checkpoint)
         self.metrics = MetricsBuffer()
         self.saved_frames = 0 if checkpoint is None else checkpoint.frames
         self.earlier_seconds = 0.0 if checkpoint is None else checkpoint.metadata["wall_seconds"]
         self._stream = sys.stderr if stream is None else stream
+        self._progress: Progress | None = None
         self._new = checkpoint is None and not restart
         problems = list(config.problems_of_new_run()) if self._new else []
         if problems:
@@ -153,8 +158,8 @@ class Run:
         logging.getLogger("torchrl").setLevel(logging.WARNING)
         torch.set_num_threads(config.num_threads)
         with ExitStack() as opened:
-            self.assembly = assemble(config, parts)
-            opened.callback(self.assembly.collector.shutdown)
+            self.assembly = self._assemble(parts)
+            opened.callback(self.assembly.shutdown)
             self.eval_env = make_evaluation_env(config, self.assembly.env, parts)
             opened.callback(self.eval_env.close, raise_if_closed=False)
             if config.eval.video:
@@ -225,11 +230,27 @@ class Run:
                 title=f"{config.algo} {config.env.name}",
                 stream=self._stream,
             )
+            self._progress = progress
             opened.callback(progress.close)
             metrics_logger = MetricsLogger(logger, progress.write)
             opened.callback(metrics_logger.close)
             with StopOnSignals(self.stop, progress.write):
                 return TrainingLoop(self, folder, progress, metrics_logger).train()
+
+    def _assemble(self, parts: UserParts) -> Assembly:
+        if not self.config.ray.collectors:
+            return assemble(self.config, parts)
+        # Not before, because it imports Ray.
+        from minerva_torchrl.runs.distributed.assembly import assemble_on_cluster
+
+        return assemble_on_cluster(self.config, parts, self._note)
+
+    def _note(self, line: str) -> None:
+        """Show a line to the user, at any time."""
+        if self._progress is None:
+            self._stream.write(f"{line}\n")
+        else:
+            self._progress.write(line)
 
     def _has_summary(self) -> bool:
         """Whether the run was not killed between its last checkpoint and its summary."""
@@ -304,6 +325,10 @@ def _check_requirements(config: RunConfig) -> None:
     check_copies(config)
     check_backend(config.logger)
     resolve_device(config.device)
+    if config.ray.collectors and find_spec("ray") is None:
+        raise ConfigError(
+            ["ray.collectors needs Ray, which is not installed: pip install minerva_torchrl[ray]"]
+        )
     if config.eval.video:
         try:
             require_video_support()

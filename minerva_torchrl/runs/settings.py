@@ -21,6 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from minerva_torchrl.algorithms import ALGORITHMS, RunConfig
+from minerva_torchrl.algorithms.ray_config import RayConfig
 from minerva_torchrl.runs.manifest import CheckpointError
 from minerva_torchrl.runs.settings_file import read_settings_text
 from minerva_torchrl.runs.strict import ConfigError, parse, unknown_setting
@@ -39,7 +40,7 @@ __all__ = [
 # How a run is executed and recorded. A name that ends with a dot is a whole section.
 _EXECUTION = ("device", "num_threads", "replay_buffer.device", "checkpoint.", "logger.")
 # Settings that may be changed when a run is resumed.
-_CHANGEABLE = ("total_frames", *_EXECUTION, "eval.video")
+_CHANGEABLE = ("total_frames", *_EXECUTION, "eval.video", "ray.")
 # Sections that may have settings of any name.
 _FREE_SECTIONS = ("env.kwargs", "network.critic_kwargs", "loss.objectives")
 # Settings that have no influence on what a run learns.
@@ -161,6 +162,12 @@ def resumed_config(run_dir: Path, overrides: Mapping[str, Any]) -> RunConfig:
         )
     for name, value in overrides.items():
         _set(settings, name, value)
+    if settings["ray"]["collectors"] and config.shared_batch is not None:
+        settings["compile"]["enabled"] = False  # not for learners on a cluster
+    if not settings["ray"]["collectors"]:  # the rest of the section is for a cluster only
+        named = {name.partition(".")[2] for name in overrides if name.startswith("ray.")}
+        kept = {name: settings["ray"][name] for name in named & settings["ray"].keys()}
+        settings["ray"] = {**asdict(RayConfig()), **kept}
     return parse_config(config.algo, settings)
 
 
@@ -267,7 +274,7 @@ def check_overrides(algo: str, arguments: Sequence[str] | None = None) -> list[s
             if not override.is_sweep_override():
                 allowed = ", ".join(algorithm.presets)
                 problems.append(f"preset must be one of {allowed}, got {override.value()!r}.")
-        elif name.split(".")[0] != "hydra":
+        elif not name.startswith(("hydra.", "hydra/")):
             problems += filter(None, [unknown_setting(algorithm.config_class, name)])
             if name.startswith(_FREE_SECTIONS) and argument.startswith(_FREE_SECTIONS):
                 checked[index] = f"++{argument}"  # Hydra would want names that it knows

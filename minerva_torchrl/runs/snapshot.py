@@ -32,10 +32,12 @@ from minerva_torchrl.runs.structure import check_like, check_optimizer, check_ro
 
 __all__ = [
     "capture",
+    "capture_replay",
     "cut_episodes",
     "not_finite",
     "restore",
     "restore_model",
+    "restore_replay",
     "state_is_exact",
 ]
 
@@ -89,7 +91,9 @@ def capture(
         "environment": _capture_environment(assembly, episodes),
     }
     if replay_buffer and assembly.replay_buffer is not None:
-        parts["replay"] = _capture_replay(assembly.replay_buffer)
+        buffer: Any = assembly.replay_buffer
+        elsewhere = hasattr(buffer, "capture")  # in another process
+        parts["replay"] = buffer.capture() if elsewhere else capture_replay(buffer)
     return parts
 
 
@@ -154,7 +158,11 @@ def restore(
             raise CheckpointError(f"{checkpoint.path} can't be resumed from: {bad} is not finite.")
         _restore_model(assembly.loss, assembly.env, parts["model"])
         if "replay" in parts and assembly.replay_buffer is not None:
-            _restore_replay(assembly.replay_buffer, parts["replay"])
+            buffer: Any = assembly.replay_buffer
+            if hasattr(buffer, "restore"):
+                buffer.restore(parts["replay"])
+            else:
+                restore_replay(buffer, parts["replay"])
         _restore_environment(assembly, parts["environment"])
         # Last, because anything above may have drawn random numbers.
         _restore_training(assembly, callbacks, parts["training"])
@@ -312,13 +320,13 @@ def _check_metrics(state: Any) -> None:
 
 
 def _check_replay(assembly: Assembly, data: Any) -> None:
-    buffer = assembly.replay_buffer
+    buffer: Any = assembly.replay_buffer
     if data is None or buffer is None:
         return
     if data.keys() != {"entries", "batch_size", "names"}:
         raise ValueError(f"replay.data has {', '.join(map(str, data))[:80]}")
     (rows,) = data["batch_size"]
-    if type(rows) is not int or not 0 < rows <= buffer.storage.max_size:
+    if type(rows) is not int or not 0 < rows <= _max_size(buffer):
         raise ValueError(f"replay.data.batch_size is {str(data['batch_size'])[:40]}")
     names = (*_stored(assembly), "index")
     if getattr(getattr(assembly.trainer, "memory", None), "_multi_step", None) is not None:
@@ -335,6 +343,10 @@ def _stored(assembly: Assembly) -> tuple[str, ...]:
     """Names of what is stored of each step at least, with dots between those of dictionaries."""
     keys = (key if isinstance(key, tuple) else (key,) for key in assembly.env.action_keys)
     return (*_STORED, *map(".".join, keys))
+
+
+def _max_size(buffer: Any) -> int:
+    return int(buffer.max_size if hasattr(buffer, "max_size") else buffer.storage.max_size)
 
 
 def _check_memory(assembly: Assembly, state: Any) -> None:
@@ -421,13 +433,15 @@ def _follows_returns(transform: object) -> bool:
     return isinstance(transform, ReturnStdScaling)
 
 
-def _capture_replay(buffer: TensorDictReplayBuffer) -> dict[str, Any]:
+def capture_replay(buffer: TensorDictReplayBuffer) -> dict[str, Any]:
+    """What checkpoints keep of a replay buffer."""
     count = len(buffer)
     data = None if count == 0 else _plain_tensordict(buffer.storage.get(slice(0, count)))
     return {"data": data, "writer": _plain(buffer.writer.state_dict())}
 
 
-def _restore_replay(buffer: TensorDictReplayBuffer, state: Mapping[str, Any]) -> None:
+def restore_replay(buffer: TensorDictReplayBuffer, state: Mapping[str, Any]) -> None:
+    """Fill a replay buffer with what :func:`capture_replay` returned."""
     buffer.empty()
     if state["data"] is not None:
         data = _tensordict(state["data"])

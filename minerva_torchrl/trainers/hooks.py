@@ -169,7 +169,8 @@ class FiniteBatches(TrainerHookBase):
         self.first_lost: Tensor | None = None
         """Which copies lost the first step of the latest batch, ``[*K]``; ``None`` if none did."""
         self._in_a_row = 0
-        self._frame_skip = 1
+        self.frame_skip = 1
+        """Frames of a step."""
         self._stepper: GuardedStepper | None = None
 
     @property
@@ -186,8 +187,8 @@ class FiniteBatches(TrainerHookBase):
         """
         if isinstance(trainer.optimization_stepper, GuardedStepper):
             self._stepper = trainer.optimization_stepper
-        self._frame_skip = trainer.frame_skip
-        run_first(trainer, "batch_process", self._inspect)
+        self.frame_skip = trainer.frame_skip
+        run_first(trainer, "batch_process", self.inspect)
         if trainer.replay_buffer is None:  # trains on the collected batch itself
             run_first(trainer, "process_optim_batch", self._skip_if_rejected)
         trainer.register_op("post_steps", self._check_updates)
@@ -207,7 +208,8 @@ class FiniteBatches(TrainerHookBase):
         self.skipped_batches = state_dict["skipped_batches"]
         self._in_a_row = state_dict["in_a_row"]
 
-    def _inspect(self, batch: TensorDictBase) -> TensorDictBase:
+    def inspect(self, batch: TensorDictBase) -> TensorDictBase:
+        """A collected batch ``[*K, T]`` without lost steps; ``rejected`` says if it can be used."""
         batch = self._without_lost_steps(batch)
         tensors = [tensor for tensor in batch.values(True, True) if tensor.is_floating_point()]
         self.rejected = not torch.stack([tensor.isfinite().all() for tensor in tensors]).all()
@@ -229,7 +231,7 @@ class FiniteBatches(TrainerHookBase):
         lost = lost.squeeze(-1)
         self.first_lost = lost[..., 0]
         if lost.all():  # nothing could take their place: the whole batch is left out
-            self.skipped_frames += lost.numel() * self._frame_skip
+            self.skipped_frames += lost.numel() * self.frame_skip
             return batch
         batch = batch.clone()
         last = torch.zeros_like(lost)
@@ -242,9 +244,9 @@ class FiniteBatches(TrainerHookBase):
         steps[places] = steps[before[places]]
         _truncate(steps, lost)
         if _TRAJECTORY in steps.keys(True):  # other numbers than collectors give
-            used = self.skipped_frames // self._frame_skip
+            used = self.skipped_frames // self.frame_skip
             steps.get(_TRAJECTORY)[places] = -1 - used - numbers[: len(places)].to(torch.int64)
-        self.skipped_frames += len(places) * self._frame_skip
+        self.skipped_frames += len(places) * self.frame_skip
         return batch.update(steps.reshape(batch.shape))  # which keeps the names of dimensions
 
     def _skip_if_rejected(self, batch: TensorDictBase) -> TensorDictBase:
@@ -327,7 +329,8 @@ class ReplayMemory(TrainerHookBase):
         self.every_next_state = every_next_state
         self.sequence_length = sequence_length
         self.device = device
-        self._gaps = 0
+        self.gaps = 0
+        """Batches left out so far; trajectories behind each have numbers of their own."""
         # Without the empty done_keys a transition that reaches a terminal state after fewer than n
         # steps would not be marked as terminal, and its target would go on from there.
         self._multi_step = None
@@ -351,8 +354,8 @@ class ReplayMemory(TrainerHookBase):
         step_count = batch.get("step_count", None) if self.every_next_state else None
         if self.keys is not None:
             batch = batch.select(*self.keys, strict=False)
-        if self._gaps and _TRAJECTORY in batch.keys(True):
-            ids = batch.get(_TRAJECTORY).to(torch.int64) + self._gaps * _IDS_PER_GAP
+        if self.gaps and _TRAJECTORY in batch.keys(True):
+            ids = batch.get(_TRAJECTORY).to(torch.int64) + self.gaps * _IDS_PER_GAP
             batch = batch.copy().set(_TRAJECTORY, ids)
         if self._multi_step is None:
             self.replay_buffer.extend(batch.reshape(-1))
@@ -383,7 +386,7 @@ class ReplayMemory(TrainerHookBase):
 
     def leave_gap(self) -> None:
         """A batch was left out: let neither transitions nor sequences reach across it."""
-        self._gaps += 1
+        self.gaps += 1
         if self._multi_step is not None:
             self._multi_step._buffer = None
 
@@ -398,9 +401,9 @@ class ReplayMemory(TrainerHookBase):
         """The steps that wait for their n-step transition; the buffer has a state of its own."""
         waiting = None if self._multi_step is None else self._multi_step._buffer
         if waiting is None:
-            return {"gaps": self._gaps}
+            return {"gaps": self.gaps}
         return {
-            "gaps": self._gaps,
+            "gaps": self.gaps,
             "waiting": waiting.to_dict(),
             "batch_size": list(waiting.batch_size),
             "names": waiting.names,
@@ -408,7 +411,7 @@ class ReplayMemory(TrainerHookBase):
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load what :meth:`state_dict` returned."""
-        self._gaps = state_dict["gaps"]
+        self.gaps = state_dict["gaps"]
         if self._multi_step is None:
             return
         waiting = state_dict.get("waiting")

@@ -89,6 +89,8 @@ class GuardedStepper(OptimizationStepper):
         """What evaluates losses and gradients as one compiled graph, if that is wanted."""
         self.metrics_interval = 1
         """Updates from one that returns losses and metrics to the next."""
+        self.latest_taken = torch.ones((), dtype=torch.bool)
+        """Whether the latest update was taken, 0-d."""
         self._updates = 0
         self._skips = (0, 0, 0)  # in all, in a row until now, most in a row
         self._uncounted: tuple[Tensor, ...] = ()  # flags of the latest updates, still on the device
@@ -250,6 +252,15 @@ class GuardedStepper(OptimizationStepper):
         """Updates left out so far because something was not finite. Waits for the device."""
         return self._tally()[0]
 
+    def note_skipped(self, count: int) -> None:
+        """Count updates as well that were left out in another process.
+
+        Args:
+            count (int): how many.
+        """
+        total, in_a_row, longest = self._tally()
+        self._skips = (total + count, in_a_row, longest)
+
     def check_finite(self, limit: int) -> None:
         """Raise :class:`NonFiniteError` if ``limit`` updates in a row were left out.
 
@@ -283,6 +294,7 @@ class GuardedStepper(OptimizationStepper):
     def _count(self, taken: Tensor) -> None:
         """Count an update, as left out unless a 0-d flag is true."""
         self._updates += 1
+        self.latest_taken = taken
         self._uncounted = (*self._uncounted, taken.reshape(1))
         if len(self._uncounted) >= _FLAGS_KEPT:
             self._uncounted = (torch.cat(self._uncounted),)

@@ -44,7 +44,7 @@ def test_the_place_of_a_lost_step() -> None:
     batch = make_batch(lost=((1, 2),))
     before = batch.clone()
     hook = FiniteBatches()
-    mended = hook._inspect(batch)
+    mended = hook.inspect(batch)
     assert not hook.rejected
     assert hook.skipped_frames == 1
     assert hook.skipped_batches == 0
@@ -65,17 +65,17 @@ def test_the_place_of_a_lost_step() -> None:
         assert step["next", "truncated"]
         assert not step["next", "terminated"]
     assert mended["collector", "traj_ids"][1].tolist() == [8, 8, -1, 18, 18]
-    assert hook._inspect(make_batch(lost=((1, 2),)))["collector", "traj_ids"][1, 2] == -2
+    assert hook.inspect(make_batch(lost=((1, 2),)))["collector", "traj_ids"][1, 2] == -2
 
 
 def test_no_step_before() -> None:
     """At the beginning of all, the step after is copied; if all are lost, the batch is left out."""
     hook = FiniteBatches()
-    mended = hook._inspect(make_batch(lost=((0, 0), (1, 0))))
+    mended = hook.inspect(make_batch(lost=((0, 0), (1, 0))))
     assert hook.first_lost.tolist() == [True, True]
     assert mended["observation"].squeeze(-1).tolist() == [[1, 1, 2, 3, 4], [4, 101, 102, 103, 104]]
     assert mended["next", "truncated"].squeeze(-1)[:, :2].tolist() == [[True, False]] * 2
-    hook._inspect(make_batch(2, lost=((0, 0), (0, 1), (1, 0), (1, 1))))
+    hook.inspect(make_batch(2, lost=((0, 0), (0, 1), (1, 0), (1, 1))))
     assert hook.rejected
     assert hook.skipped_frames == 6
 
@@ -84,13 +84,13 @@ def test_a_terminal_step_stays_terminal() -> None:
     batch = make_batch(lost=((0, 3),))
     for name in ("done", "terminated"):
         batch["next", name][0, 2] = True
-    mended = FiniteBatches()._inspect(batch)
+    mended = FiniteBatches().inspect(batch)
     assert mended["next", "terminated"][0, 2:4].all()
     assert not mended["next", "truncated"][0, 2:4].any()
 
 
 def test_advantages_bootstrap_from_the_last_good_observation() -> None:
-    mended = FiniteBatches()._inspect(make_batch(lost=((1, 2),)))
+    mended = FiniteBatches().inspect(make_batch(lost=((1, 2),)))
     value = TensorDictModule(nn.Linear(1, 1), ["observation"], ["state_value"])
     with torch.no_grad():
         value.module.weight.fill_(3.0)
@@ -112,7 +112,7 @@ def test_n_step_transitions_end_before_it(at: int) -> None:
     )
     hook = FiniteBatches()
     for start, lost in ((0, ()), (5, ((1, at),)), (10, ())):
-        batch = hook._inspect(make_batch(lost=lost, start=start))
+        batch = hook.inspect(make_batch(lost=lost, start=start))
         if hook.first_lost is not None:
             memory.cut(hook.first_lost)
         memory.extend(batch)

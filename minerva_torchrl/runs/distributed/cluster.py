@@ -1,0 +1,130 @@
+"""The connection to a Ray cluster, and whether it has what a run asks for."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import socket
+import warnings
+from typing import Any
+
+import ray
+import torch
+
+from minerva_torchrl.algorithms import RunConfig
+from minerva_torchrl.algorithms.ray_config import parse_address
+from minerva_torchrl.runs.strict import ConfigError
+from minerva_torchrl.text import one_line
+
+__all__ = ["Cluster", "resources"]
+
+_SECONDS_TO_ANSWER = 3.0
+# Processors for the replay service, and its memory for objects that are on their way.
+_REPLAY_CPUS = 1.0
+_OBJECT_STORE = 512 * 1024**2
+
+
+def resources(config: RunConfig) -> dict[str, float]:
+    """What a run asks of a cluster, by Ray's names.
+
+    Args:
+        config (RunConfig): settings of a run on Ray.
+    """
+    settings = config.ray
+    cpus = settings.collectors * settings.cpus_per_collector
+    gpus = settings.collectors * settings.gpus_per_collector
+    if config.shared_batch is not None:
+        cpus += settings.learners * settings.cpus_per_learner + _REPLAY_CPUS
+        gpus += settings.learners * settings.gpus_per_learner
+    return {"CPU": cpus, "GPU": gpus}
+
+
+class Cluster:
+    """A connection, made when this is called and ended by :meth:`close`.
+
+    A process that is connected already keeps its connection, also in the end.
+
+    Args:
+        config (RunConfig): settings of a run on Ray.
+
+    Raises:
+        ConfigError: in one line, if there is no answer or the cluster is too small.
+    """
+
+    def __init__(self, config: RunConfig) -> None:
+        address = config.ray.address
+        needed = resources(config)
+        if address is None:
+            _check(needed, {"CPU": float("inf"), "GPU": torch.cuda.device_count()}, "this machine")
+        self._is_ours = not ray.is_initialized()
+        if self._is_ours:
+            self._connect(config, needed)
+        try:
+            _check(needed, ray.cluster_resources(), "the cluster")
+        except ConfigError:
+            self.close()
+            raise
+
+    def _connect(self, config: RunConfig, needed: dict[str, float]) -> None:
+        address = config.ray.address
+        arguments: dict[str, Any] = {"address": address}
+        if address is None:
+            _require_token()
+            cpus = max(os.cpu_count() or 1, int(needed["CPU"]) + 1)
+            arguments = {
+                "address": "local",  # not one that happens to run here
+                "num_cpus": cpus,
+                "include_dashboard": False,
+                "object_store_memory": _OBJECT_STORE,
+                "_node_ip_address": "127.0.0.1",
+            }
+        else:
+            _check_answers(address)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # FutureWarnings of Ray's about itself
+            try:
+                ray.init(
+                    log_to_driver=False,
+                    configure_logging=True,
+                    logging_level=logging.ERROR,
+                    **arguments,
+                )
+            except Exception as error:  # of another class for each reason
+                raise ConfigError([f"ray.address={address}: {one_line(error)}"]) from None
+
+    def close(self) -> None:
+        """End the connection, and with it all processes of the run. Can be called again."""
+        if self._is_ours and ray.is_initialized():
+            ray.shutdown()
+
+
+def _check_answers(address: str) -> None:
+    """Raise unless something listens at ``host:port``. Ray itself would try for minutes."""
+    place = parse_address(address)
+    if place is None:
+        return
+    try:
+        socket.create_connection(place, timeout=_SECONDS_TO_ANSWER).close()
+    except OSError as error:
+        reason = error.strerror or str(error) or type(error).__name__
+        raise ConfigError([f"ray.address={address}: nothing answers there ({reason})."]) from None
+
+
+def _check(needed: dict[str, float], available: Any, where: str) -> None:
+    titles = {"CPU": "processors", "GPU": "GPUs"}
+    for name, amount in needed.items():
+        if amount > available.get(name, 0):
+            raise ConfigError(
+                [
+                    f"the section ray asks for {amount:g} {titles[name]}, but {where} has "
+                    f"{available.get(name, 0):g}."
+                ]
+            )
+
+
+def _require_token() -> None:
+    """Let a cluster of our own ask for a token: whoever reaches its ports could run code."""
+    if "RAY_AUTH_MODE" not in os.environ:
+        os.environ["RAY_AUTH_MODE"] = "token"
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))

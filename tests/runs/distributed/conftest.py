@@ -1,0 +1,31 @@
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Any]:
+    """A Ray cluster on this machine with one node of eight processors, or that of RAY_ADDRESS."""
+    ray = pytest.importorskip("ray")
+    if "RAY_ADDRESS" in os.environ:
+        ray.init(log_to_driver=False, logging_level=logging.ERROR)
+        yield None
+        ray.shutdown()
+        return
+    from ray.cluster_utils import Cluster
+
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
+    node = {"num_cpus": 8, "object_store_memory": 200_000_000, "include_dashboard": False}
+    cluster = Cluster(initialize_head=True, head_node_args=node)
+    ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()

@@ -1,0 +1,91 @@
+"""Processes and nodes that are lost while a run trains."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minerva_torchrl.envs import EnvironmentFailure
+from minerva_torchrl.runs import Run, open_checkpoint
+from minerva_torchrl.runs.distributed import WorkersLost
+from tests.runs.distributed.cluster import (
+    SMALL,
+    At,
+    assert_transitions_fit,
+    kill_collector,
+    kill_learner,
+    kill_replay,
+    stored,
+    trainer,
+)
+from tests.runs.tiny import column, make_resumed, make_run, read_csv, tiny_config
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
+
+
+def test_a_collector_is_replaced(tmp_path: Path) -> None:
+    stream = io.StringIO()
+    config = tiny_config("mpo", **SMALL)
+    run = make_run(config, tmp_path, callbacks=[At(100, kill_collector)], stream=stream)
+    run.train()
+    assert (run.frames, run.updates) == (200, 18)
+    assert "collector 0 died, and is replaced" in stream.getvalue()
+    assert float(read_csv(tmp_path / "metrics.csv")[-1]["collectors_replaced"]) == 1
+    assert_transitions_fit(stored(tmp_path), n_steps=5)
+
+
+def test_a_node_is_lost(tmp_path: Path, cluster: Any) -> None:
+    """Its collector can't be replaced, and the other one does the work of both."""
+    if cluster is None:
+        pytest.skip("needs a cluster of its own")
+    node = cluster.add_node(num_cpus=6, object_store_memory=100_000_000)
+    cluster.wait_for_nodes()
+    # The first node has room for one collector beside the replay service and the learner.
+    config = tiny_config("mpo", **SMALL, ray__cpus_per_collector=5.0)
+
+    def lose_node(run: Run) -> None:
+        assert trainer(run).collector.num_ready == 2
+        cluster.remove_node(node, allow_graceful=False)
+
+    # Wait until both are there.
+    run = make_run(config, tmp_path, callbacks=[At(120, lose_node)])
+    run.train()
+    assert (run.frames, run.updates) == (200, 18)
+    assert trainer(run).collector.replaced == 1
+
+
+@pytest.mark.parametrize(
+    ("kill", "learners", "who"),
+    [(kill_learner, 2, "a learner"), (kill_replay, 1, "the replay service")],
+)
+def test_back_to_the_last_checkpoint(kill: Any, learners: int, who: str, tmp_path: Path) -> None:
+    config = tiny_config("mpo", **SMALL, ray__learners=learners)
+    run = make_run(config, tmp_path, callbacks=[At(160, kill)])
+    with pytest.raises(WorkersLost, match=f"^{who} was lost.$"):
+        run.train()
+    assert open_checkpoint(tmp_path).frames == run.saved_frames == 100
+    again = make_resumed(tmp_path, callbacks=[At(10**6, kill)])
+    assert (again.frames, again.updates) == (100, 8)
+    again.train()
+    assert (again.frames, again.updates) == (200, 18)
+    assert column(tmp_path / "metrics.csv", "frames") == [60, 100, 160, 200]
+
+
+def test_an_error_in_a_collector_is_one_here(tmp_path: Path) -> None:
+    config = tiny_config(
+        "mpo",
+        **SMALL,
+        env__factory="tests.envs.faulty:Faulty",
+        env__name="faulty",
+        env__kwargs={"fault": "raise", "at": [40]},
+    )
+    run = make_run(config, tmp_path)
+    with pytest.raises(EnvironmentFailure):
+        run.train()
+    # Learners were fine: what they had learned is saved.
+    checkpoint = open_checkpoint(tmp_path)
+    assert checkpoint.frames == run.frames > 0
+    assert checkpoint.load("training")["hooks"]["optimization_stepper"]["updates"] == run.updates

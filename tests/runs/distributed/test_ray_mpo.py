@@ -1,0 +1,69 @@
+"""MPO with collectors, replay and learners on a Ray cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from minerva_torchrl.runs import load_policy, open_checkpoint
+from tests.runs.distributed.cluster import SMALL, assert_transitions_fit, stored
+from tests.runs.tiny import column, read_csv, resume, train
+
+pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
+
+
+def test_from_beginning_to_end_and_on(tmp_path: Path) -> None:
+    """Two collectors and two learners side by side, then one of each, then none."""
+    run = train(tmp_path, "mpo", **SMALL, ray__learners=2, ray__sync=False)
+    # After the warm-up of 40 frames two updates for each of the nine batches.
+    assert (run.frames, run.updates) == (200, 18)
+    assert column(tmp_path / "metrics.csv", "frames") == [60, 100, 160, 200]
+    assert column(tmp_path / "eval.csv", "frames") == [0, 100, 200]
+    last = read_csv(tmp_path / "metrics.csv")[-1]
+    assert float(last["updates_per_frame"]) == pytest.approx(0.1)
+    assert float(last["skipped_updates"]) == 0
+    assert float(last["collectors_replaced"]) == 0
+    data = stored(tmp_path)
+    assert_transitions_fit(data, n_steps=5)
+    assert len({int(number) >> 28 for number in data["collector"]["traj_ids"].flatten()}) == 2
+    first = open_checkpoint(tmp_path).load("model")["loss"]
+    run = resume(tmp_path, total_frames=260, ray__collectors=1, ray__learners=1, ray__sync=True)
+    assert (run.frames, run.updates) == (260, 24)
+    data = stored(tmp_path)
+    assert_transitions_fit(data, n_steps=5)
+    run = resume(tmp_path, total_frames=300, ray__collectors=0)
+    assert (run.frames, run.updates) == (300, 28)
+    assert_transitions_fit(stored(tmp_path), n_steps=5)
+    assert column(tmp_path / "metrics.csv", "updates")[-1] == 28
+    now = open_checkpoint(tmp_path).load("model")["loss"]
+    assert any((first[name] != now[name]).any() for name in first)
+    assert load_policy(tmp_path).actor is not None
+
+
+def test_sequences_and_statistics(tmp_path: Path) -> None:
+    """Retrace on sequences of one collector each; observations normalised by those of both."""
+    run = train(tmp_path, "mpo-retrace", **SMALL, env__observation_norm=True, total_frames=120)
+    assert run.updates == 10
+    # Every observation is counted once: those of the steps, and the first ones of episodes.
+    state: Any = open_checkpoint(tmp_path).load("model")["transforms"]
+    counts = [int(value) for name, value in _leaves(state) if "count" in name]
+    episodes = len(stored(tmp_path)["collector"]["traj_ids"].unique())
+    assert counts == [120 + episodes]
+    assert "replay" in open_checkpoint(tmp_path).parts
+
+
+def test_a_local_run_goes_on_elsewhere(tmp_path: Path) -> None:
+    local = train(tmp_path, "mpo", total_frames=100)
+    run = resume(tmp_path, total_frames=200, **SMALL)
+    assert (local.updates, run.updates) == (8, 18)
+    assert_transitions_fit(stored(tmp_path), n_steps=5)
+
+
+def _leaves(tree: Any, path: str = "") -> Any:
+    if isinstance(tree, dict):
+        for name, value in tree.items():
+            yield from _leaves(value, f"{path}/{name}")
+    else:
+        yield path, tree
