@@ -71,9 +71,10 @@ def main() -> None:
     for main, other in points.values():
         axes.plot(other, main, "o", color="C0")
     mains, others = zip(*front(list(points.values())), strict=True)
-    axes.step(others, mains, where="post", color="C0", alpha=0.5)
+    axes.step(others, mains, where="pre", color="C0", alpha=0.5)  # what is reached for certain
     for folder, (main, other) in points.items():
         axes.annotate(folder.name, (other, main), xytext=(4, 4), textcoords="offset points", size=7)
+    axes.margins(0.15)
     axes.set(xlabel=f"{arguments.objective} of an episode", ylabel="return")
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(arguments.out, dpi=150)
