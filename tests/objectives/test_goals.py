@@ -145,7 +145,7 @@ def test_rejects(objectives: Any, message: str) -> None:
 
 def test_rejects_a_list() -> None:
     with pytest.raises(
-        TypeError, match="objectives must be a mapping from names to bounds, .* list"
+        TypeError, match=r"objectives must be a mapping from names to bounds, .* list"
     ):
         make_loss(2, ["energy"])
 
