@@ -10,7 +10,14 @@ from pathlib import Path
 
 from minerva_torchrl.runs import train_main
 
-SETTINGS = ["env.name=gym:CartPole-v1", "total_frames=30_000", "eval.interval=2_500"]
+SETTINGS = [
+    "env.name=gym:CartPole-v1",
+    "total_frames=30_000",
+    "eval.interval=2_500",
+    # The default of 0.5 is nearly as far as weights of two or three actions can be from the policy:
+    # it would not bind, and the weights would be all or nothing.
+    "loss.epsilon=0.1",
+]
 
 if __name__ == "__main__":
     if not any(argument.startswith("resume=") for argument in sys.argv):

@@ -4,7 +4,7 @@
     python examples/mpo_multi_objective.py --multirun loss.objectives.energy.epsilon=0.01,0.1,1
 
 The larger its bound against `loss.epsilon`, the more the energy counts: the runs of several bounds
-are points of a Pareto front. `--help` lists all settings.
+are points of a Pareto front, which `examples/pareto_front.py` draws. `--help` lists all settings.
 """
 
 import sys

@@ -182,7 +182,7 @@ def actions_of(
         >>> actions.spec()["arm"].shape, actions.spec()["grip"].shape
         (torch.Size([3]), torch.Size([2]))
         >>> actions.read({"arm": np.zeros((1, 3)), "grip": np.array([[0, 1]])})
-        [{'arm': array([0., 0., 0.], dtype=float32), 'grip': 1}]
+        [{'arm': array([0., 0., 0.], dtype=float32), 'grip': np.int64(1)}]
     """
     parts: dict[str, BoxActions | DiscreteActions] = {}
     form = _form(space, (), parts, categorical, canonical)

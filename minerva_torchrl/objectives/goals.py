@@ -54,6 +54,11 @@ def resolve_objectives(
     Args:
         objectives (mapping, optional): as the user gave them.
     """
+    if not isinstance(objectives, Mapping | None):
+        raise TypeError(
+            "objectives must be a mapping from names to bounds, as in {'energy': 0.05}, got "
+            f"{type(objectives).__name__}."
+        )
     resolved: dict[str, Objective | CostLimit] = {}
     for name, given in (objectives or {}).items():
         argument = f"objectives[{name!r}]"

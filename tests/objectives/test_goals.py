@@ -143,6 +143,13 @@ def test_rejects(objectives: Any, message: str) -> None:
         make_loss(2, objectives)
 
 
+def test_rejects_a_list() -> None:
+    with pytest.raises(
+        TypeError, match=r"objectives must be a mapping from names to bounds, .* list"
+    ):
+        make_loss(2, ["energy"])
+
+
 def test_rejects_data() -> None:
     loss = make_loss(2, {"energy": 0.1})
     with pytest.raises(ValueError, match=r"'reward'\) must have shape \(6, 2\)"):
