@@ -66,7 +66,7 @@ def side_by_side(qvalue_network: Any, objectives: Sequence[str], width: int) -> 
         objectives (sequence of str): their names, that of the return first.
         width (int): outputs that describe one value.
     """
-    if isinstance(qvalue_network, Sequence):
+    if isinstance(qvalue_network, Sequence) and not isinstance(qvalue_network, str):
         return [side_by_side(member, objectives, width) for member in qvalue_network]
     if not isinstance(qvalue_network, Mapping):
         return qvalue_network
