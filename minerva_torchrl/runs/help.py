@@ -45,7 +45,7 @@ def train_help(config: RunConfig, command: str) -> str:
         command (str): what to type to train.
     """
     algorithm = ALGORITHMS[config.algo]
-    width = 2 + max(map(len, algorithm.presets))
+    width = max(14, 2 + max(map(len, algorithm.presets)))
     presets = [
         textwrap.fill(
             preset.description,

@@ -21,11 +21,15 @@ from torchrl.modules import (
     TanhNormal,
 )
 
+from minerva_torchrl.algorithms.common import single_specs
+from minerva_torchrl.algorithms.family import make_policy
+from minerva_torchrl.algorithms.mpo import MPONetworkConfig
 from minerva_torchrl.envs import ReturnStdScaling, make_env
 from minerva_torchrl.envs.arrays import ArrayRollout
 from minerva_torchrl.modules import DirectModule, GaussianPolicy
 from minerva_torchrl.modules.direct import plain_gaussian
-from minerva_torchrl.trainers.collector import DirectCollector
+from minerva_torchrl.trainers.collector import DirectCollector, _acting
+from tests.envs.hybrid import Hybrid
 
 TORCHRL = {
     "total_frames": -1,
@@ -76,7 +80,7 @@ def make_two_parts(env: EnvBase) -> ProbabilisticActor:
 def collect(
     make: Callable[..., Any],
     make_policy: Callable[[EnvBase], Any],
-    name: str = "gym:Pendulum-v1",
+    name: Any = "gym:Pendulum-v1",
     *,
     steps: int = 20,
     batches: int = 2,
@@ -159,6 +163,17 @@ def test_policies_of_others(make_policy: Callable[[EnvBase], Any]) -> None:
 
 def test_squashed_policy() -> None:
     assert_as_torchrl(partial(make_actor, distribution_class=TanhNormal))
+
+
+@pytest.mark.parametrize("num_envs", [None, 3])
+def test_actions_of_several_parts(num_envs: int | None) -> None:
+    def make_parted(env: EnvBase) -> Any:
+        return make_policy(*single_specs(env), MPONetworkConfig(actor_sizes=(8,)))
+
+    assert_as_torchrl(make_parted, name=Hybrid, num_envs=num_envs)
+    collector, batches = collect(DirectCollector, make_parted, name=Hybrid, num_envs=num_envs)
+    assert _acting(collector) is not None
+    assert batches[0]["action", "tool"].shape[-1] == 3
 
 
 def test_discrete_policy() -> None:

@@ -72,7 +72,7 @@ def side_by_side(qvalue_network: Any, objectives: Sequence[str], width: int) -> 
     Examples:
         See :class:`SideBySide`, which it makes of a mapping.
     """
-    if isinstance(qvalue_network, Sequence):
+    if isinstance(qvalue_network, Sequence) and not isinstance(qvalue_network, str):
         return [side_by_side(member, objectives, width) for member in qvalue_network]
     if not isinstance(qvalue_network, Mapping):
         return qvalue_network
