@@ -81,6 +81,7 @@ sphinx_gallery_conf = {
     "within_subsection_order": "FileNameSortKey",
     "download_all_examples": False,
     "show_memory": False,
+    "write_computation_times": False,  # its pages load scripts from elsewhere
     "show_signature": False,
     "remove_config_comments": True,
     "reset_modules": ("matplotlib",),

@@ -20,8 +20,8 @@ from minerva_torchrl.objectives import functional as F
 from minerva_torchrl.objectives.duals import Constraint
 
 HERE = Path(__file__).parent
-EPSILON, EPSILON_MEAN, EPSILON_STDDEV = 0.3, 0.06, 5e-3
-NUM_SAMPLES, NUM_STEPS, NUM_ITERATIONS = 48, 120, 9
+EPSILON, EPSILON_MEAN, EPSILON_STDDEV = 0.3, 0.25, 2e-2
+NUM_SAMPLES, NUM_STEPS, NUM_ITERATIONS = 48, 120, 6
 
 
 @dataclass
@@ -123,7 +123,7 @@ def main() -> None:
     """Write both files."""
     steps = iterations()
     # Per iteration: samples, weights, and some moments of the fit.
-    moments = [0, 10, 25, 50, NUM_STEPS]
+    moments = [0, 6, 12, 20, 30, 45, 70, NUM_STEPS]
     frames = [
         (step, fit, weighted)
         for step in steps
@@ -135,14 +135,14 @@ def main() -> None:
     plt.close(figure)
 
     figure, axes = plt.subplots(2, 3, figsize=(10, 4.2), layout="constrained")
-    for column, step in enumerate(steps[::3]):
+    for column, step in enumerate(steps[::2]):
         draw(axes[:, column], step, NUM_STEPS, weighted=True)
         kl_mean, kl_stddev = (
             kl / bound
             for kl, bound in zip(step.divergences, (EPSILON_MEAN, EPSILON_STDDEV), strict=True)
         )
         axes[0, column].set_title(
-            f"iteration {3 * column + 1}, $\\eta$ = {step.temperature:.2f}", fontsize=9
+            f"iteration {2 * column + 1}, $\\eta$ = {step.temperature:.2f}", fontsize=9
         )
         axes[1, column].set_title(
             f"kl_mean_rel {kl_mean:.2f}, kl_stddev_rel {kl_stddev:.2f}", fontsize=9

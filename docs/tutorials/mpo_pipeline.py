@@ -28,6 +28,7 @@ from torchrl.envs import (
     Compose,
     DoubleToFloat,
     GymEnv,
+    InitTracker,
     RewardSum,
     TransformedEnv,
 )
@@ -42,7 +43,7 @@ torch.set_num_threads(1)
 env = GymEnv("InvertedPendulum-v5")
 spec = env.action_spec
 clip = ClipTransform(in_keys_inv=["action"], low=spec.space.low, high=spec.space.high)
-env = TransformedEnv(env, Compose(DoubleToFloat(), clip, RewardSum()))
+env = TransformedEnv(env, Compose(DoubleToFloat(), clip, InitTracker(), RewardSum()))
 env.set_seed(0)
 
 # %%

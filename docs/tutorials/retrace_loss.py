@@ -30,6 +30,7 @@ from torchrl.envs import (
     Compose,
     DoubleToFloat,
     GymEnv,
+    InitTracker,
     RewardSum,
     TransformedEnv,
 )
@@ -57,7 +58,7 @@ print(vec_retrace_return_estimate(0.99, 0.95, log_pi, log_mu, q, v, reward, done
 env = GymEnv("InvertedPendulum-v5")
 spec = env.action_spec
 clip = ClipTransform(in_keys_inv=["action"], low=spec.space.low, high=spec.space.high)
-env = TransformedEnv(env, Compose(DoubleToFloat(), clip, RewardSum()))
+env = TransformedEnv(env, Compose(DoubleToFloat(), clip, InitTracker(), RewardSum()))
 env.set_seed(0)
 size, actions = env.observation_spec["observation"].shape[-1], spec.shape[-1]
 cells = {"num_cells": [64, 64], "activation_class": nn.ELU}

@@ -21,7 +21,7 @@ import torch
 from tensordict.nn import TensorDictModule
 from torch import nn
 from torchrl.collectors import Collector
-from torchrl.envs import GymEnv, RewardSum, TransformedEnv
+from torchrl.envs import Compose, GymEnv, InitTracker, RewardSum, TransformedEnv
 from torchrl.modules import MLP, OneHotCategorical, ProbabilisticActor, ValueOperator
 
 from minerva_torchrl import VMPOLoss
@@ -30,7 +30,7 @@ from minerva_torchrl.objectives import estimate_advantage
 torch.manual_seed(0)
 torch.set_num_threads(1)
 
-env = TransformedEnv(GymEnv("CartPole-v1"), RewardSum())
+env = TransformedEnv(GymEnv("CartPole-v1"), Compose(InitTracker(), RewardSum()))
 env.set_seed(0)
 size, actions = env.observation_spec["observation"].shape[-1], env.action_spec.shape[-1]
 cells = {"num_cells": [64, 64], "activation_class": nn.Tanh}
