@@ -11,7 +11,7 @@ import torch
 
 from minerva_torchrl.runs import Callback, Run, open_checkpoint
 
-SMALL: dict[str, Any] = {"ray__collectors": 2, "ray__timeout": 300.0}
+SMALL: dict[str, Any] = {"ray__collectors": 2, "ray__timeout": 900.0}
 """Two collectors, that are given up in good time."""
 
 
