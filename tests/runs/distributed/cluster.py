@@ -28,6 +28,18 @@ class At(Callback):
             self.action(run)
 
 
+class LosesALearner(Callback):
+    """Kills a learner of a run that was resumed, once in the life of its process."""
+
+    done = False
+
+    def on_batch(self, run: Run, batch: Any) -> None:
+        begun = 0 if run.checkpoint is None else run.checkpoint.frames
+        if begun and run.frames > begun + 150 and not LosesALearner.done:
+            LosesALearner.done = True
+            kill_learner(run)
+
+
 def kill_process(actor: Any) -> None:
     """End the process of an actor as the system would when memory is short."""
     import ray
