@@ -61,6 +61,7 @@ def test_known_overrides_pass(capsys: pytest.CaptureFixture[str]) -> None:
                 "env.name=gym:Hopper-v5",
                 "loss.lmbda=1",
             ),
+            *("hydra/launcher=joblib", "hydra/sweeper=optuna", "optim.lr_actor=interval(0,1)"),
             *("hydra.sweep.dir=x", "network.actor_sizes=[8,8]", "run_dir='x_${seed}'", "--help"),
             *("a=[", "preset=tonic"),  # Hydra has the word about what can't be parsed
         ],

@@ -167,11 +167,11 @@ class ClusterTrainer(Trainer):
 
     def _figures(self) -> dict[str, torch.Tensor]:
         """How the run keeps together: metrics beside those of the updates."""
-        behind = self.collected_frames - self.warmup_frames
-        batch = self._config.collector.frames_per_batch * self.frame_skip
+        behind = (self.collected_frames - self.warmup_frames) / self.frame_skip
+        batch = self._config.collector.frames_per_batch
         lags, self._lags = self._lags, []
         figures = {
-            # Of the frames since the warm-up, whose last batch is the first to be learned from.
+            # Of the actions since the warm-up, whose last batch is the first to be learned from.
             "updates_per_frame": self._optim_count / max(behind + batch, 1),
             "policy_lag": sum(lags) / max(len(lags), 1),
             "collectors": self.cluster.num_ready,

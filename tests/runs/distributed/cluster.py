@@ -11,7 +11,7 @@ import torch
 
 from minerva_torchrl.runs import Callback, Run, open_checkpoint
 
-SMALL: dict[str, Any] = {"ray__collectors": 2, "ray__timeout": 120.0}
+SMALL: dict[str, Any] = {"ray__collectors": 2, "ray__timeout": 900.0}
 """Two collectors, that are given up in good time."""
 
 
@@ -26,6 +26,18 @@ class At(Callback):
         if run.frames >= self.frames and not self.done:
             self.done = True
             self.action(run)
+
+
+class LosesALearner(Callback):
+    """Kills a learner of a run that was resumed, once in the life of its process."""
+
+    done = False
+
+    def on_batch(self, run: Run, batch: Any) -> None:
+        begun = 0 if run.checkpoint is None else run.checkpoint.frames
+        if begun and run.frames > begun + 150 and not LosesALearner.done:
+            LosesALearner.done = True
+            kill_learner(run)
 
 
 def kill_process(actor: Any) -> None:
