@@ -31,7 +31,7 @@ class Actions(Protocol):
     def spec(self) -> TensorSpec:
         """The spec of a single action; a ``Composite`` if it has parts."""
 
-    def read(self, actions: Any) -> Sequence[Any]:
+    def read(self, actions: Any) -> Sequence[Any] | NDArray[Any]:
         """A batch of actions as the simulators take them, one each.
 
         Args:

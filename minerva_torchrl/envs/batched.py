@@ -188,12 +188,12 @@ class BatchedEnv(EnvBase):
         return self._output(reward=self.step_copies(actions, self._selected(tensordict, "_step")))
 
     def step_copies(
-        self, actions: Sequence[Any], selected: Sequence[int] | None = None
+        self, actions: Sequence[Any] | NDArray[Any], selected: Sequence[int] | None = None
     ) -> NDArray[np.float32]:
         """Step copies without making a TensorDict of it.
 
         Args:
-            actions (sequence): as ``actions.read`` returns them.
+            actions (sequence or array): as ``actions.read`` returns them.
             selected (sequence of int, optional): numbers of the copies to step. Defaults to all.
 
         Returns:
