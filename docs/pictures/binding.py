@@ -51,6 +51,7 @@ def draw(title: str, metrics: Table, evaluations: Table, out: Path) -> None:
             axes[1].plot(metrics["frames"], metrics[name], label=name)
     axes[1].axhline(1.0, color="grey", linewidth=0.8)
     axes[1].set(title="divergence / bound", yscale="log", xlabel="frames")
+    axes[1].set_ylim(bottom=1e-3)
     for name in DUALS:
         if name in metrics:
             axes[2].plot(metrics["frames"], metrics[name], label=name)
