@@ -1,7 +1,7 @@
 """Draw which constraint binds in runs: ``python docs/pictures/binding.py runs/a runs/b``.
 
-Without arguments it draws the two runs whose columns are in ``docs/pictures/data``. With
-``--keep`` it also stores the columns that it drew there.
+With ``--keep`` the columns that it drew are stored in ``docs/pictures/data``, from where it draws
+them without arguments.
 """
 
 from __future__ import annotations
@@ -34,6 +34,7 @@ def read(path: Path) -> Table:
 
 def keep(name: str, table: Table) -> None:
     """Store columns."""
+    (HERE / "data").mkdir(exist_ok=True)
     with (HERE / "data" / name).open("w", newline="") as file:
         writer = csv.writer(file, lineterminator="\n")
         writer.writerow(table)
@@ -50,6 +51,7 @@ def draw(title: str, metrics: Table, evaluations: Table, out: Path) -> None:
             axes[1].plot(metrics["frames"], metrics[name], label=name)
     axes[1].axhline(1.0, color="grey", linewidth=0.8)
     axes[1].set(title="divergence / bound", yscale="log", xlabel="frames")
+    axes[1].set_ylim(bottom=1e-3)
     for name in DUALS:
         if name in metrics:
             axes[2].plot(metrics["frames"], metrics[name], label=name)
@@ -66,16 +68,17 @@ def main() -> None:
     parser.add_argument("runs", nargs="*", type=Path)
     parser.add_argument("--keep", action="store_true")
     arguments = parser.parse_args()
+    folder = HERE / "data"
+    kept = [path.name.removesuffix("-metrics.csv") for path in sorted(folder.glob("*-metrics.csv"))]
     sources = {run.name: (run / "metrics.csv", run / "eval.csv") for run in arguments.runs} or {
-        name: (HERE / "data" / f"{name}-metrics.csv", HERE / "data" / f"{name}-eval.csv")
-        for name in ("binding-mpo", "binding-vmpo")
+        name: (folder / f"{name}-metrics.csv", folder / f"{name}-eval.csv") for name in kept
     }
     for name, paths in sources.items():
         metrics, evaluations = map(read, paths)
         if arguments.keep:
             keep(f"{name}-metrics.csv", metrics)
             keep(f"{name}-eval.csv", evaluations)
-        draw(name.removeprefix("binding-"), metrics, evaluations, HERE / f"{name}.png")
+        draw(name, metrics, evaluations, HERE / f"{name}.png")
 
 
 if __name__ == "__main__":
