@@ -80,7 +80,7 @@ def _with_learner_here(
         collector = ClusterCollector(
             Task(config, parts, None),
             loss.actor_network,
-            statistics=Statistics(env),
+            statistics=Statistics(env).freeze(),
             # A run that goes on has made updates, and its collectors get other seeds.
             first_number=lambda: Workplace.first_number(assembly.trainer._optim_count),
             on_lost=warn,
@@ -126,7 +126,7 @@ def _with_learners(
         assembly.loss.actor_network,
         frames_ahead=ahead,
         replay_buffer=service,
-        statistics=Statistics(assembly.env),
+        statistics=Statistics(assembly.env).freeze(),
         first_number=lambda: Workplace.first_number(memory.gaps + 1),
         on_lost=warn,
     )

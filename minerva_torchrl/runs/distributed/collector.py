@@ -135,6 +135,7 @@ class ClusterCollector(RayCollector):
     def iterator(self) -> Iterator[Any]:
         """Batches: lists of reports, or, if collectors return what they collect, its frames."""
         self.start_members()
+        self._wait_for_all()
         arrived: list[Report] = []
         while not self._stop_event.is_set():
             parts = self.frames_per_batch // self.frames_per_part
@@ -182,6 +183,12 @@ class ClusterCollector(RayCollector):
         if not self._members:
             self._next_number = self._first_number()
             self._members = [self._start(index) for index in range(self.num_collectors)]
+
+    def _wait_for_all(self) -> None:
+        """Let all collectors have a share in the first batch, unless one takes too long."""
+        end = time.monotonic() + self._timeout
+        while self.num_ready < self.num_collectors and time.monotonic() < end:
+            self._wait()
 
     @property
     def last_number(self) -> int:

@@ -85,6 +85,16 @@ class Statistics:
         kinds = (RunningObservationNorm, ReturnStdScaling)
         self._transforms = [t for t in env.transform if isinstance(t, kinds)]
 
+    def freeze(self) -> Statistics:
+        """Let them change by :meth:`set` and :meth:`merge` only, not by steps of this environment.
+
+        Returns:
+            Themselves.
+        """
+        for transform in self._transforms:
+            transform.freeze()
+        return self
+
     def get(self) -> list[Moments]:
         """A copy of them, one after the other."""
         return [moments for t in self._transforms for moments in _moments(t.get_extra_state())]

@@ -44,13 +44,13 @@ def test_from_beginning_to_end_and_on(tmp_path: Path) -> None:
 
 def test_sequences_and_statistics(tmp_path: Path) -> None:
     """Retrace on sequences of one collector each; observations normalised by those of both."""
-    run = train(tmp_path, "mpo-retrace", **SMALL, env__observation_norm=True, total_frames=120)
-    assert run.updates == 10
+    run = train(tmp_path, "mpo-retrace", **SMALL, env__observation_norm=True, total_frames=100)
+    assert run.updates == 8
     # Every observation is counted once: those of the steps, and the first ones of episodes.
     state: Any = open_checkpoint(tmp_path).load("model")["transforms"]
     counts = [int(value) for name, value in _leaves(state) if "count" in name]
     episodes = len(stored(tmp_path)["collector"]["traj_ids"].unique())
-    assert counts == [120 + episodes]
+    assert counts == [100 + episodes]
     assert "replay" in open_checkpoint(tmp_path).parts
 
 

@@ -58,6 +58,8 @@ def test_environments_that_share_what_they_see() -> None:
     for env in envs:
         env.append_transform(ReturnStdScaling(0.99))
     driver, *collectors = (Statistics(env) for env in envs)
+    driver.freeze()
+    envs[0].rollout(3)  # which does not count
     known = [collector.get() for collector in collectors]
     for steps in (5, 8):
         for index, (env, collector) in enumerate(zip(envs[1:], collectors, strict=True)):
