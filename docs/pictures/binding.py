@@ -50,12 +50,15 @@ def draw(title: str, metrics: Table, evaluations: Table, out: Path) -> None:
         if name in metrics:
             axes[1].plot(metrics["frames"], metrics[name], label=name)
     axes[1].axhline(1.0, color="grey", linewidth=0.8)
-    axes[1].set(title="divergence / bound", yscale="log", xlabel="frames")
+    # At the first updates there is next to no divergence.
+    axes[1].set(title="divergence / bound", yscale="log", ylim=(1e-2, 1e2), xlabel="frames")
     axes[1].set_ylim(bottom=1e-3)
     for name in DUALS:
         if name in metrics:
             axes[2].plot(metrics["frames"], metrics[name], label=name)
     axes[2].set(title="dual variables", yscale="log", xlabel="frames")
+    for ax in axes:
+        ax.locator_params(axis="x", nbins=5)
     for ax in axes[1:]:
         ax.legend(fontsize=8)
     figure.savefig(out, dpi=110)
