@@ -81,7 +81,7 @@ def test_its_settings_are_checked_and_explained(capsys: pytest.CaptureFixture[st
     output = capsys.readouterr().out
     for piece in (
         "Train A2C. Advantage actor-critic: one step per rollout.",
-        "  slow     small steps",
+        "  slow          small steps",
         "# The weight of the critic loss.",  # the words of TorchRL
         "# Learning rate.",
     ):

@@ -109,8 +109,8 @@ def _with_learners(
     opened.callback(service.close)
     ahead = 0
     if not config.ray.sync:
-        ahead = config.ray.max_frames_ahead
-        ahead = config.collector.frames_per_batch if ahead is None else ahead
+        given = config.ray.max_frames_ahead
+        ahead = config.collector.frames_per_batch if given is None else given
     collector = ClusterCollector(
         Task(
             config,

@@ -303,7 +303,7 @@ class ClusterCollector(RayCollector):
     def _together(self, reports: list[Report]) -> TensorDictBase:
         """One batch ``[N, T]`` of all parts."""
         parts = [report.batch for report in reports]
-        batch = torch.cat([part for part in parts if part is not None], 0)
+        batch: Any = torch.cat([part for part in parts if part is not None], 0)
         versions = torch.full(batch.shape, reports[0].version, dtype=torch.int64)
         return batch.set(("collector", "policy_version"), versions)
 

@@ -30,7 +30,7 @@ class Moments(NamedTuple):
 
     mean: Tensor
     variance: Tensor
-    count: Tensor
+    count: Tensor  # type: ignore[assignment]
 
 
 def merged(first: Moments, second: Moments) -> Moments:

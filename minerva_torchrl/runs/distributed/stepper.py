@@ -40,7 +40,7 @@ class ReportingStepper(OptimizationStepper):
 
     def __getstate__(self) -> dict[str, Any]:
         stepper = copy(self.stepper)
-        vars(stepper).pop("_trainer", None)  # of this process
+        stepper.__dict__.pop("_trainer", None)  # of this process
         return {**vars(self), "stepper": stepper}
 
     def register(self, trainer: Any, name: str = "optimization_stepper") -> None:

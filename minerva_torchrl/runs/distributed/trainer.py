@@ -265,7 +265,7 @@ def _on_cpu(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return value.detach().cpu()
     if isinstance(value, dict):
-        copy = type(value)((key, _on_cpu(item)) for key, item in value.items())
+        copy: Any = type(value)((key, _on_cpu(item)) for key, item in value.items())
         if hasattr(value, "_metadata"):
             copy._metadata = value._metadata
         return copy
