@@ -72,7 +72,9 @@ def test_suggested_commands_work(capsys: pytest.CaptureFixture[str]) -> None:
     assert "report.html: 1 run" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("algo", list(SCRIPTS))
+@pytest.mark.parametrize(
+    "algo", ["mpo", *(pytest.param(algo, marks=pytest.mark.slow) for algo in ("vmpo", "ppo"))]
+)
 def test_trains_as_the_script_does(algo: str, workplace: Path) -> None:
     assert main(["train", algo, "preset=minerva-seed", "--cfg", "job"]) == 0
     assert main(["train", algo, *settings(algo)]) == 0

@@ -103,6 +103,7 @@ def test_torchrl_takes_it(num_envs: int | None) -> None:
     assert batch["next", "truncated"].any()
 
 
+@pytest.mark.slow
 def test_the_same_in_processes() -> None:
     envs = [make_env(Hybrid, num_envs=2, num_workers=n, seed=0) for n in (0, 2)]
     actions = envs[0].full_action_spec.rand()

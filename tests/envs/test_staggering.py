@@ -68,6 +68,7 @@ def test_a_terminated_episode_is_not_truncated() -> None:
     assert terminated[2, 5]
 
 
+@pytest.mark.slow
 def test_workers() -> None:
     """Copies count over all processes."""
     env = make_env(

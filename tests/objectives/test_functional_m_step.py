@@ -217,6 +217,7 @@ def test_meta_device() -> None:
         assert (x.shape, x.dtype) == (y.shape, y.dtype)
 
 
+@pytest.mark.slow
 def test_compile_as_one_graph() -> None:
     # Whether there is one graph does not depend on the code that a backend generates from it.
     compiled = torch.compile(_everything, fullgraph=True, backend="aot_eager")

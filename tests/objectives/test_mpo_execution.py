@@ -108,7 +108,12 @@ def fresh_compiler() -> Iterator[None]:
     [
         pytest.param("inductor", None, {}, marks=pytest.mark.slow),
         # Code generation takes most of the time; this checks the graph that it starts from.
-        ("aot_eager", "retrace", {"num_qvalue_nets": 2, "policy_states": "both"}),
+        pytest.param(
+            "aot_eager",
+            "retrace",
+            {"num_qvalue_nets": 2, "policy_states": "both"},
+            marks=pytest.mark.slow,
+        ),
     ],
     ids=["default", "retrace"],
 )

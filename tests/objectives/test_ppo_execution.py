@@ -38,13 +38,8 @@ def make_minibatch(loss_class: type[ClipPPOLoss]) -> tuple[nn.Module, nn.Module,
     return policy, critic, rollout.reshape(-1)
 
 
-@pytest.mark.parametrize(
-    "loss_class",
-    [
-        DirectClipPPOLoss,
-        *(pytest.param(x, marks=pytest.mark.slow) for x in LOSSES if x is not DirectClipPPOLoss),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("loss_class", LOSSES)
 # TensorDict sets a flag of the compiler that newer versions of torch have dropped.
 @pytest.mark.filterwarnings("ignore:.*inline_inbuilt_nn_modules.*:FutureWarning")
 @pytest.mark.filterwarnings(r"ignore:Using lock_\(\) inside a compiled graph:UserWarning")

@@ -172,6 +172,7 @@ def check_every_step(folder: Path, failure: str) -> None:
     assert last_frames == {1, 2}
 
 
+@pytest.mark.slow
 def test_fail_at_every_step(tmp_path: Path) -> None:
     run(fail_at_every_step, tmp_path)
 

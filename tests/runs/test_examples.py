@@ -72,6 +72,7 @@ def test_presets_and_settings(workplace: Path) -> None:
     assert config.replay_buffer.batch_size == 8  # the command line has the last word
 
 
+@pytest.mark.slow
 def test_sweeps_with_a_pattern(workplace: Path) -> None:
     settings = arguments(dotted("vmpo", total_frames=50))
     pattern = "run_dir='x_${seed}'"
@@ -80,6 +81,7 @@ def test_sweeps_with_a_pattern(workplace: Path) -> None:
     assert [load_config(workplace / f"x_{seed}").seed for seed in (0, 1)] == [0, 1]
 
 
+@pytest.mark.slow
 def test_sweeps_with_folders_of_their_own(workplace: Path) -> None:
     settings = arguments(dotted("ppo", total_frames=50))
     assert run_script("ppo_dmc.py", "--multirun", "seed=0,1", *settings) == 0

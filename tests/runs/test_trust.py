@@ -107,12 +107,7 @@ def test_nothing_is_imported(
 
 @pytest.mark.parametrize(
     "setting",
-    [
-        pytest.param(name, marks=pytest.mark.slow)
-        if name not in ("env.name", "callbacks")
-        else name
-        for name in NAMED
-    ],
+    [pytest.param(name, marks=pytest.mark.slow) if name != "env.name" else name for name in NAMED],
 )
 def test_trust_and_names_that_are_given_again(setting: str, mark: Path) -> None:
     settings = {**dotted("ppo", total_frames=50, run_dir="run"), setting: NAMED[setting]}

@@ -398,7 +398,12 @@ def fresh_compiler() -> Iterator[None]:
     ("kind", "backend", "kwargs"),
     [
         # Code generation takes most of the time; these check the graph that it starts from.
-        ("normal", "aot_eager", {"temperature_update": "solve", "kl_samples": "selected"}),
+        pytest.param(
+            "normal",
+            "aot_eager",
+            {"temperature_update": "solve", "kl_samples": "selected"},
+            marks=pytest.mark.slow,
+        ),
         *(
             pytest.param(kind, "inductor", {"temperature_update": update}, marks=pytest.mark.slow)
             for kind, update in (
