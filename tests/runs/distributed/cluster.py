@@ -13,6 +13,8 @@ from minerva_torchrl.runs import Callback, Run, open_checkpoint
 
 SMALL: dict[str, Any] = {"ray__collectors": 2, "ray__timeout": 900.0}
 """Two collectors, that are given up in good time."""
+STORING: dict[str, Any] = {**SMALL, "replay_buffer__size": 1000}
+"""The same, with a replay buffer that keeps everything in the order of its collection."""
 
 
 class At(Callback):

@@ -12,7 +12,7 @@ from minerva_torchrl.envs import EnvironmentFailure
 from minerva_torchrl.runs import Run, open_checkpoint
 from minerva_torchrl.runs.distributed import WorkersLost
 from tests.runs.distributed.cluster import (
-    SMALL,
+    STORING,
     At,
     assert_transitions_fit,
     kill_collector,
@@ -28,7 +28,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
 
 def test_a_collector_is_replaced(tmp_path: Path) -> None:
     stream = io.StringIO()
-    config = tiny_config("mpo", **SMALL)
+    config = tiny_config("mpo", **STORING)
     run = make_run(config, tmp_path, callbacks=[At(100, kill_collector)], stream=stream)
     run.train()
     assert (run.frames, run.updates) == (200, 18)
@@ -44,7 +44,7 @@ def test_a_node_is_lost(tmp_path: Path, cluster: Any) -> None:
     node = cluster.add_node(num_cpus=6, object_store_memory=100_000_000)
     cluster.wait_for_nodes()
     # The first node has room for one collector beside the replay service and the learner.
-    config = tiny_config("mpo", **SMALL, ray__cpus_per_collector=5.0)
+    config = tiny_config("mpo", **STORING, ray__cpus_per_collector=5.0)
 
     def lose_node(run: Run) -> None:
         assert trainer(run).collector.num_ready == 2
@@ -62,7 +62,7 @@ def test_a_node_is_lost(tmp_path: Path, cluster: Any) -> None:
     [(kill_learner, 2, "a learner"), (kill_replay, 1, "the replay service")],
 )
 def test_back_to_the_last_checkpoint(kill: Any, learners: int, who: str, tmp_path: Path) -> None:
-    config = tiny_config("mpo", **SMALL, ray__learners=learners)
+    config = tiny_config("mpo", **STORING, ray__learners=learners)
     run = make_run(config, tmp_path, callbacks=[At(160, kill)])
     with pytest.raises(WorkersLost, match=f"^{who} was lost.$"):
         run.train()
@@ -77,7 +77,7 @@ def test_back_to_the_last_checkpoint(kill: Any, learners: int, who: str, tmp_pat
 def test_an_error_in_a_collector_is_one_here(tmp_path: Path) -> None:
     config = tiny_config(
         "mpo",
-        **SMALL,
+        **STORING,
         env__factory="tests.envs.faulty:Faulty",
         env__name="faulty",
         env__kwargs={"fault": "raise", "at": [40]},

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from minerva_torchrl.runs import load_policy, open_checkpoint
-from tests.runs.distributed.cluster import SMALL, assert_transitions_fit, stored
+from tests.runs.distributed.cluster import SMALL, STORING, assert_transitions_fit, stored
 from tests.runs.tiny import column, read_csv, resume, train
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
@@ -16,7 +16,7 @@ pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
 
 def test_from_beginning_to_end_and_on(tmp_path: Path) -> None:
     """Two collectors and two learners side by side, then one of each, then none."""
-    run = train(tmp_path, "mpo", **SMALL, ray__learners=2, ray__sync=False)
+    run = train(tmp_path, "mpo", **STORING, ray__learners=2, ray__sync=False)
     # After the warm-up of 40 frames two updates for each of the nine batches.
     assert (run.frames, run.updates) == (200, 18)
     assert column(tmp_path / "metrics.csv", "frames") == [60, 100, 160, 200]
@@ -44,7 +44,7 @@ def test_from_beginning_to_end_and_on(tmp_path: Path) -> None:
 
 def test_sequences_and_statistics(tmp_path: Path) -> None:
     """Retrace on sequences of one collector each; observations normalised by those of both."""
-    run = train(tmp_path, "mpo-retrace", **SMALL, env__observation_norm=True, total_frames=100)
+    run = train(tmp_path, "mpo-retrace", **STORING, env__observation_norm=True, total_frames=100)
     assert run.updates == 8
     # Every observation is counted once: those of the steps, and the first ones of episodes.
     state: Any = open_checkpoint(tmp_path).load("model")["transforms"]
@@ -55,7 +55,7 @@ def test_sequences_and_statistics(tmp_path: Path) -> None:
 
 
 def test_a_local_run_goes_on_elsewhere(tmp_path: Path) -> None:
-    local = train(tmp_path, "mpo", total_frames=100)
+    local = train(tmp_path, "mpo", total_frames=100, replay_buffer__size=1000)
     run = resume(tmp_path, total_frames=200, **SMALL)
     assert (local.updates, run.updates) == (8, 18)
     assert_transitions_fit(stored(tmp_path), n_steps=5)
