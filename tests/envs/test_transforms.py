@@ -283,6 +283,7 @@ def test_environments_of_one_creator_share_statistics() -> None:
     assert counts(first) == counts(second) == (start[0] + 17, start[1] + 15)  # two resets
 
 
+@pytest.mark.slow
 def test_workers_of_a_collector_share_statistics() -> None:
     make_env = make_shared_env()
     local_env = make_env()

@@ -167,6 +167,7 @@ class LinearPolicy(nn.Module):
         return self.scale(self.loc(observation))
 
 
+@pytest.mark.slow
 def test_mpo_bandit() -> None:
     """With a known critic the policy finds the best actions and keeps to its constraints."""
     torch.manual_seed(0)

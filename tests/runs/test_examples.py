@@ -91,6 +91,7 @@ def test_sweeps_with_folders_of_their_own(workplace: Path) -> None:
     assert "_seed1_" in names[1]
 
 
+@pytest.mark.slow
 def test_a_stop_ends_a_sweep(
     workplace: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -43,7 +43,13 @@ MEMBERS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("member", list(MEMBERS))
+@pytest.mark.parametrize(
+    "member",
+    [
+        x if x in ("discrete", "objectives") else pytest.param(x, marks=pytest.mark.slow)
+        for x in MEMBERS
+    ],
+)
 def test_train_resume_and_act(member: str, tmp_path: Path) -> None:
     """A run that was stopped and resumed ends as one that was not, and its policy acts."""
     changes = MEMBERS[member]

@@ -29,7 +29,13 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", list(CASES))
+@pytest.mark.parametrize(
+    "case",
+    [
+        x if x in ("mpo", "vmpo, discrete") else pytest.param(x, marks=pytest.mark.slow)
+        for x in CASES
+    ],
+)
 def test_train_resume_and_act(case: str, tmp_path: Path) -> None:
     """A run that was stopped and resumed ends as one that was not, and its policy acts."""
     algo, changes = CASES[case]

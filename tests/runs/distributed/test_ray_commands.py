@@ -81,5 +81,5 @@ def test_nobody_answers(tmp_path: Path) -> None:
     config = tiny_config("mpo", **SMALL, ray__address="127.0.0.1:9")
     with pytest.raises(ConfigError, match=r"^ray.address=127.0.0.1:9: nothing answers there \("):
         make_run(config, tmp_path)
-    assert time.monotonic() - begin < 20
+    assert time.monotonic() - begin < 60  # Ray itself would try for minutes
     assert not list(tmp_path.iterdir())
