@@ -8,6 +8,10 @@ from typing import Any
 
 import pytest
 
+# Ray reads them when it is imported.
+os.environ.setdefault("RAY_AUTH_MODE", "token")
+os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Any]:
@@ -20,8 +24,6 @@ def cluster() -> Iterator[Any]:
         return
     from ray.cluster_utils import Cluster
 
-    os.environ.setdefault("RAY_AUTH_MODE", "token")
-    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     node = {"num_cpus": 8, "object_store_memory": 200_000_000, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args=node)

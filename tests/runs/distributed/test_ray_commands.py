@@ -24,7 +24,8 @@ def start(folder: Path, *command: str) -> subprocess.Popen[str]:
     root = EXAMPLES.parent
     path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    environment.pop("RAY_ADDRESS", None)
+    for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):  # as a user would start it
+        environment.pop(name, None)
     return subprocess.Popen(
         [sys.executable, str(EXAMPLES / "mpo_dmc.py"), *command],
         cwd=folder,
