@@ -27,7 +27,6 @@ from minerva_torchrl.runs.assemble import (
 from minerva_torchrl.runs.atomic import read_file
 from minerva_torchrl.runs.callbacks import Callback
 from minerva_torchrl.runs.checkpoints import Checkpoint, CheckpointError, open_checkpoint
-from minerva_torchrl.runs.distributed import require_token
 from minerva_torchrl.runs.folder import (
     RunFolder,
     check_folder,
@@ -242,8 +241,6 @@ class Run:
         if not self.config.ray.collectors:
             return assemble(self.config, parts)
         # Not before, because it imports Ray.
-        if self.config.ray.address is None:
-            require_token()  # before Ray is imported
         from minerva_torchrl.runs.distributed.assembly import assemble_on_cluster
 
         return assemble_on_cluster(self.config, parts, self._note)

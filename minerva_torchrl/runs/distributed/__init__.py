@@ -18,11 +18,7 @@ Only these modules import Ray, and nothing imports them before a run has ``ray.c
 
 from __future__ import annotations
 
-import os
-import secrets
-import sys
-
-__all__ = ["WorkersLost", "require_token"]
+__all__ = ["WorkersLost"]
 
 
 class WorkersLost(RuntimeError):
@@ -30,17 +26,3 @@ class WorkersLost(RuntimeError):
 
     The folder of the run is complete up to its last checkpoint, from which it can be resumed.
     """
-
-
-def require_token() -> None:
-    """Let a cluster of our own ask for a token: whoever reaches its ports could run code.
-
-    Ray reads these variables when it is imported. A process that has imported Ray before keeps what
-    it has, as does one whose environment says how to authenticate.
-
-    Examples:
-        See :class:`~minerva_torchrl.runs.Run`, which calls it before it starts a cluster.
-    """
-    if "ray" not in sys.modules and "RAY_AUTH_MODE" not in os.environ:
-        os.environ["RAY_AUTH_MODE"] = "token"
-        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))

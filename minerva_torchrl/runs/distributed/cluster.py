@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import socket
 import warnings
 from typing import Any
@@ -69,6 +70,9 @@ class Cluster:
         address = config.ray.address
         arguments: dict[str, Any] = {"address": address}
         if address is None:
+            # Whoever reaches its ports could run code, so Ray lets a cluster of its own ask for a
+            # token. By default that would be one in the user's home.
+            os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
             cpus = max(os.cpu_count() or 1, int(needed["CPU"]) + 1)
             arguments = {
                 "address": "local",  # not one that happens to run here

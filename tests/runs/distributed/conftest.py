@@ -8,10 +8,6 @@ from typing import Any
 
 import pytest
 
-# Ray reads them when it is imported.
-os.environ.setdefault("RAY_AUTH_MODE", "token")
-os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-
 
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Any]:
@@ -22,8 +18,12 @@ def cluster() -> Iterator[Any]:
         yield None
         ray.shutdown()
         return
+    from ray._raylet import Config
     from ray.cluster_utils import Cluster
 
+    os.environ.setdefault("RAY_AUTH_MODE", "token")
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    Config.initialize("")  # Ray read them when it was imported
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
     node = {"num_cpus": 8, "object_store_memory": 200_000_000, "include_dashboard": False}
     cluster = Cluster(initialize_head=True, head_node_args=node)
