@@ -16,7 +16,7 @@ from torchrl.envs import TransformedEnv
 from minerva_torchrl.algorithms import RunConfig
 from minerva_torchrl.envs import StaggeredEpisodes
 from minerva_torchrl.runs.assemble import make_training_env
-from minerva_torchrl.runs.distributed.statistics import Moments, Statistics, added
+from minerva_torchrl.runs.distributed.statistics import Moments, Statistics, added, merged
 from minerva_torchrl.runs.parts import UserParts, find_parts
 from minerva_torchrl.trainers.collector import DirectCollector
 from minerva_torchrl.trainers.hooks import FiniteBatches, ReplayMemory
@@ -147,8 +147,11 @@ class WorkerCollector(DirectCollector):
     ) -> None:
         torch.set_num_threads(task.config.num_threads)
         device = "cuda" if task.config.ray.gpus_per_collector else "cpu"
+        env = create_env(workplace)
+        self.statistics = Statistics(env)
+        self._known = self.statistics.get()
         super().__init__(
-            create_env(workplace),
+            env,
             policy.to(device),
             frames_per_batch=frames_per_batch,
             policy_device=device,
@@ -157,7 +160,9 @@ class WorkerCollector(DirectCollector):
         self.version = -1
         self.finite = FiniteBatches(task.config.max_skipped)
         self.finite.frame_skip = task.config.env.frame_skip
-        self.statistics = Statistics(self.env)
+        # The first observations, which were asked for just now: with the first batch they are
+        # reported, though other statistics are loaded before that.
+        self._unreported = self._since_report()
         self._known = self.statistics.get()
         self.memory = None
         if task.memory is not None:
@@ -183,6 +188,10 @@ class WorkerCollector(DirectCollector):
             self.statistics.set(list(statistics))
             self._known = self.statistics.get()
 
+    def _since_report(self) -> list[Moments]:
+        """What was added to the statistics since they were reported or loaded."""
+        return [added(*pair) for pair in zip(self._known, self.statistics.get(), strict=True)]
+
     @torch.no_grad()
     def collect(self) -> Report:
         """Collect a batch, and store it if there is a replay service."""
@@ -196,12 +205,12 @@ class WorkerCollector(DirectCollector):
         batch = batch.copy().set(_TRAJECTORY, ids)
         collected = time.perf_counter()
         stored = 0 if self.memory is None else self._store(self.memory, batch)
-        now = self.statistics.get()
+        added_now = self._since_report()
         report = Report(
             frames=batch.numel(),
             version=self.version,
             ends=ends,
-            added=[added(*pair) for pair in zip(self._known, now, strict=True)],
+            added=[merged(*pair) for pair in zip(self._unreported, added_now, strict=True)],
             skipped=(
                 self.finite.skipped_frames - before[0],
                 self.finite.skipped_batches - before[1],
@@ -210,7 +219,8 @@ class WorkerCollector(DirectCollector):
             seconds=(collected - start, time.perf_counter() - collected),
             batch=batch.clone() if self.memory is None else None,
         )
-        self._known = now
+        self._known = self.statistics.get()
+        self._unreported = [added(known, known) for known in self._known]  # nothing
         return report
 
     def _store(self, memory: ReplayMemory, batch: TensorDictBase) -> int:
