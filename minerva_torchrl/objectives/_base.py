@@ -308,6 +308,17 @@ class DualLossModule(BatchLoss):
             f"{', '.join(map(repr, names))}, an estimator class or an estimator."
         )
 
+    # The whole update in one call ----------------------------------------------------------------
+
+    @in_full_precision
+    def training_loss(self, tensordict: TensorDictBase) -> TensorDict:
+        """The losses of :meth:`forward` without the metrics, for steps that nobody looks at."""
+        return self._forward(tensordict, with_metrics=False)
+
+    def _forward(self, tensordict: TensorDictBase, *, with_metrics: bool) -> TensorDict:
+        """All losses of a batch, and the metrics if they are wanted."""
+        raise NotImplementedError
+
     # The update in parts -------------------------------------------------------------------------
 
     def e_step(
@@ -341,8 +352,58 @@ class DualLossModule(BatchLoss):
         found = TensorDict({"fit": fit, "divergences": divergences}, batch_size=fit.shape)
         return data.copy().set("m_step", found)
 
+    @in_full_precision
+    def actor_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss of the policy with the present multipliers, and its metrics.
+
+        Args:
+            tensordict (TensorDictBase): as in :meth:`forward`, or what :meth:`e_step` returned.
+        """
+        data, metrics = self._with_e_step(tensordict)
+        dist, fit, divergences = self._m_step(data)
+        of_constraints = self._constraint_losses(divergences, data.get("e_step").mask)
+        metrics |= self._actor_metrics(data.get("e_step"), dist, fit, divergences, of_constraints)
+        return self._actor_loss(data, fit, of_constraints), metrics
+
+    @in_full_precision
+    def dual_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
+        """Sum of the losses of temperatures and multipliers, and each of them by name.
+
+        Args:
+            tensordict (TensorDictBase): as in :meth:`forward`, or what :meth:`e_step` returned.
+        """
+        data, _ = self._with_e_step(tensordict, with_metrics=False)
+        with torch.no_grad():  # no gradient of the duals goes to the policy
+            _, divergences = self._fit_and_divergences(data)
+        of_constraints = self._constraint_losses(divergences, data.get("e_step").mask)
+        losses = self._dual_losses(data, of_constraints)
+        return torch.stack(list(losses.values())).sum(0), losses
+
     def _m_step(self, data: TensorDictBase) -> tuple[D.Distribution, Tensor, dict[str, Tensor]]:
         """The online policy, how badly it fits the E-step ``[*S]``, and its divergences."""
+        raise NotImplementedError
+
+    def _actor_loss(
+        self, data: TensorDictBase, fit: Tensor, of_constraints: dict[str, tuple[Tensor, Tensor]]
+    ) -> Tensor:
+        """Loss of the policy, from its fit and the penalties of the constraints, ``[*S]`` each."""
+        raise NotImplementedError
+
+    def _dual_losses(
+        self, data: TensorDictBase, of_constraints: dict[str, tuple[Tensor, Tensor]]
+    ) -> dict[str, Tensor]:
+        """By name, the losses of temperatures and multipliers."""
+        raise NotImplementedError
+
+    def _actor_metrics(
+        self,
+        e_step: Any,
+        dist: D.Distribution,
+        fit: Tensor,
+        divergences: dict[str, Tensor],
+        of_constraints: dict[str, tuple[Tensor, Tensor]],
+    ) -> dict[str, Tensor]:
+        """Metrics of the policy and of its constraints."""
         raise NotImplementedError
 
     def _fit_and_divergences(self, data: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
