@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from tensordict.nn import ProbabilisticTensorDictSequential
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
@@ -95,11 +95,14 @@ class MPOLossConfig(LossConfig):
     num_action_samples: int = 10
     """Half as many as in the papers, for twice as many updates in the same time."""
     num_value_samples: int | None
-    epsilon: float = 0.5
-    """With the 0.1 of the papers the weights of so few samples are almost uniform."""
+    epsilon: float | None = None
+    """Null: 0.5 for continuous actions, because with the 0.1 of the papers the weights of so few
+    samples are almost uniform, and 0.1 for discrete ones, whose weights can hardly be as far as
+    0.5 from a policy of two or three actions."""
     epsilon_mean: float = 1e-2
     """Larger than in the papers, to make up for fewer updates."""
-    epsilon_stddev: float = MPOLoss.default_constraints["stddev"][0]
+    epsilon_stddev: float = 1e-5
+    """Larger than in the papers: with 1e-6 single steps of the optimiser exceed the bound."""
     epsilon_covariance: float | None
     epsilon_policy: float | None
     per_dim_constraining: bool = True
@@ -108,12 +111,13 @@ class MPOLossConfig(LossConfig):
     """With the 1e-3 of the papers many means leave the bounds (metric ``out_of_bounds``)."""
     init_temperature: float
     init_alpha_mean: float = MPOLoss.default_constraints["mean"][1]
-    init_alpha_stddev: float = MPOLoss.default_constraints["stddev"][1]
+    init_alpha_stddev: float = 100.0
     init_alpha_covariance: float | None
     init_alpha_policy: float | None
     init_penalty_temperature: float
     temperature_update: Literal["gradient", "solve"]
-    alpha_update: Literal["gradient", "relative"]
+    alpha_update: Literal["gradient", "relative"] = "relative"
+    """Steps along the gradient are too small for a multiplier that has to change tenfold."""
     policy_states: Literal["next", "current", "both"]
     sequence_steps: Literal["all", "first"]
     qvalue_reduction: Literal["min", "mean"]
@@ -137,10 +141,10 @@ class MPOOptimConfig(OptimConfig):
     """Learning rate of the policy. Larger than in the papers, to make up for fewer updates."""
     lr_critic: float = 1e-3
     """Learning rate of the critic. Larger for the same reason."""
-    lr_dual: float = 1e-2
-    """Learning rate of the multipliers and temperatures."""
-    lr_temperature: float | None = None
-    """That of the temperatures, if it differs."""
+    lr_dual: float = 1e-3
+    """Learning rate of the multipliers, of their logarithm with ``loss.alpha_update=relative``."""
+    lr_temperature: float | None = 1e-2
+    """That of the temperatures; null is ``lr_dual``."""
     adam_eps: float = 1e-8
     """Adam's constant in the denominator. Gradients of dual variables can be small."""
     target_period: int | None = 100
@@ -314,6 +318,11 @@ class MPO(Algorithm[MPOConfig]):
     title = "MPO"
     config_class = MPOConfig
     presets = PRESETS
+    earlier: ClassVar = {
+        **Algorithm.earlier,
+        "loss.alpha_update": "gradient",
+        "optim.lr_temperature": None,
+    }
 
     def make_networks(
         self, env: EnvBase
@@ -336,6 +345,9 @@ class MPO(Algorithm[MPOConfig]):
         gamma, estimator, lmbda = (arguments.pop(k) for k in ("gamma", "value_estimator", "lmbda"))
         truncation_is_terminal = arguments.pop("truncation_is_terminal")
         arguments["objectives"] = objectives_from(arguments["objectives"])
+        if arguments["epsilon"] is None:
+            discrete = policy_family(actor, None, per_dim=False).enumerates
+            arguments["epsilon"] = 0.1 if discrete else 0.5
         if network.critic != "scalar":
             arguments["critic"] = make_critic(network.critic, network.critic_kwargs)
         loss = MPOLoss(actor, critic, **self._applicable(arguments, actor))
