@@ -34,6 +34,8 @@ from minerva_torchrl.algorithms.family import (
 from minerva_torchrl.algorithms.mpo_presets import PRESETS
 from minerva_torchrl.modules import DirectModule
 from minerva_torchrl.objectives import MPOLoss
+from minerva_torchrl.objectives.critics import side_by_side
+from minerva_torchrl.objectives.goals import MAIN_OBJECTIVE
 from minerva_torchrl.objectives.policies import policy_family
 from minerva_torchrl.trainers import (
     MPOOptimizationStepper,
@@ -84,6 +86,9 @@ class MPONetworkConfig(NetworkConfig):
     """``loss.epsilon_stddev`` lets it change slowly."""
     num_critics: int = 1
     """Critics in the ensemble."""
+    objective_networks: Literal["shared", "separate"] = "shared"
+    """Critics of several objectives (``loss.objectives``): one network with an output for each,
+    or a network for each."""
 
 
 @arguments_of(MPOLoss)
@@ -331,13 +336,18 @@ class MPO(Algorithm[MPOConfig]):
         obs_dim, action_spec = single_specs(env)
         settings = self.config.network
         critic = make_critic(settings.critic, settings.critic_kwargs)
-        outputs = critic.width * (1 + len(self.config.loss.objectives))
+        values = [MAIN_OBJECTIVE, *self.config.loss.objectives]
         actor = make_policy(obs_dim, action_spec, settings)
-        critics = [
-            make_action_critic(obs_dim, action_spec, settings, outputs)
-            for _ in range(settings.num_critics)
+
+        def network(outputs: int) -> DirectModule:
+            return make_action_critic(obs_dim, action_spec, settings, outputs)
+
+        if settings.objective_networks == "shared":
+            return actor, [network(critic.width * len(values)) for _ in range(settings.num_critics)]
+        members = [
+            {name: network(critic.width) for name in values} for _ in range(settings.num_critics)
         ]
-        return actor, critics
+        return actor, side_by_side(members, values, critic.width)
 
     def make_loss(self, actor: ProbabilisticTensorDictSequential, critic: Any) -> MPOLoss:
         """The loss of a policy and one or several critics."""

@@ -25,13 +25,12 @@ from minerva_torchrl.objectives.duals import (
     DualVariable,
     Temperature,
 )
+from minerva_torchrl.objectives.goals import MAIN_OBJECTIVE
 from minerva_torchrl.objectives.specs import keys_without
 from minerva_torchrl.objectives.swapping import using
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 _ESTIMATOR_PREFIX = "_value_estimator."
-# The objective that every loss has. Its temperature and bound go by the shortest names.
-MAIN_OBJECTIVE = "value"
 
 
 def in_full_precision(method: _Method) -> _Method:

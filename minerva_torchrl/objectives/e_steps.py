@@ -6,7 +6,7 @@ from tensordict import TensorClass, TensorDict, TensorDictBase
 from torch import Tensor
 
 from minerva_torchrl.objectives import functional as F
-from minerva_torchrl.objectives._base import MAIN_OBJECTIVE
+from minerva_torchrl.objectives.goals import MAIN_OBJECTIVE
 from minerva_torchrl.objectives.reductions import masked_extreme, masked_means
 
 __all__ = ["MPOEStep", "VMPOEStep"]

@@ -12,13 +12,18 @@ from torch import Tensor, nn
 from torch import distributions as D
 from torchrl.data.tensor_specs import TensorSpec
 
-from minerva_torchrl.objectives._base import MAIN_OBJECTIVE, in_full_precision
+from minerva_torchrl.objectives._base import in_full_precision
 from minerva_torchrl.objectives._off_policy import of_objective
 from minerva_torchrl.objectives._target_networks import TargetNetworksLoss
 from minerva_torchrl.objectives.checks import check_choice, check_count, check_positive
 from minerva_torchrl.objectives.critics import Critic, resolve_critic
 from minerva_torchrl.objectives.e_steps import MPOEStep, weight_metrics
-from minerva_torchrl.objectives.goals import CostLimit, Objective, resolve_objectives
+from minerva_torchrl.objectives.goals import (
+    MAIN_OBJECTIVE,
+    CostLimit,
+    Objective,
+    resolve_objectives,
+)
 from minerva_torchrl.objectives.policies import resolve_penalization
 from minerva_torchrl.objectives.reductions import masked_mean, masked_means
 
