@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import sys
 import warnings
 from pathlib import Path
@@ -12,8 +11,6 @@ DOCS = Path(__file__).parent
 REPOSITORY = DOCS.parent
 sys.path[:0] = [str(REPOSITORY), str(DOCS / "_ext")]
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # the tutorials' networks are small
-
-from sphinx.application import Sphinx
 
 import minerva_torchrl
 
@@ -88,20 +85,3 @@ sphinx_gallery_conf = {
     "plot_gallery": os.environ.get("DOCS_TUTORIALS", "run") == "run",
 }
 warnings.filterwarnings("ignore", category=DeprecationWarning, module="torchrl")
-
-
-# Optional pages ----------------------------------------------------------------------------------
-
-
-def _without_missing_pages(app: Sphinx, docname: str, content: list[str]) -> None:
-    """Leave ``name?`` out of a table of contents if there is no such page."""
-    if docname == "index":
-        names = re.findall(r"^(\w+)\?$", content[0], re.MULTILINE)
-        for name in names:
-            there = name if (DOCS / f"{name}.md").exists() else ""
-            content[0] = re.sub(rf"^{name}\?$", there, content[0], flags=re.MULTILINE)
-
-
-def setup(app: Sphinx) -> None:
-    """Sphinx calls this."""
-    app.connect("source-read", _without_missing_pages)

@@ -116,6 +116,15 @@ else (function wait() {
 """
 
 
+PLACES = """
+const done = arguments[arguments.length - 1];
+const all = (what, name) => [...document.querySelectorAll(what)].map(e => e.getAttribute(name));
+const places = () => done([all('[id]', 'id'), all('a[href]', 'href'), all('img[src]', 'src')]);
+if (document.readyState === 'complete') places();
+else window.addEventListener('load', places);
+"""
+
+
 @pytest.mark.parametrize(("width", "scheme"), LOOKS)
 def test_every_page(site: tuple[Path, str], browser: Any, width: int, scheme: str) -> None:
     folder, address = site
@@ -149,13 +158,10 @@ def test_every_internal_link(site: tuple[Path, str], browser: Any) -> None:
     look(browser, 1440, "light")
     anchors: dict[str, set[str]] = {}
     links: set[tuple[str, str]] = set()
-    script = """return [
-      [...document.querySelectorAll('[id]')].map(e => e.id),
-      [...document.querySelectorAll('a[href]')].map(e => e.getAttribute('href')),
-      [...document.querySelectorAll('img[src]')].map(e => e.getAttribute('src'))]"""
+    browser.set_script_timeout(120)
     for page in pages(folder):
         browser.get(address + page)
-        ids, hrefs, images = browser.execute_script(script)
+        ids, hrefs, images = browser.execute_async_script(PLACES)
         anchors[page] = set(ids)
         links |= {(page, target) for target in [*hrefs, *images]}
     broken = []
@@ -168,5 +174,5 @@ def test_every_internal_link(site: tuple[Path, str], browser: Any) -> None:
             broken.append(f"{page} -> {target}")
         elif fragment and file in anchors and unquote(fragment) not in anchors[file]:
             broken.append(f"{page} -> {target}: no such place")
-    assert broken == []
+    assert not broken, "\n".join(broken)
     assert len(links) > 1000

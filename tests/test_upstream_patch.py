@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -13,17 +13,20 @@ import pytest
 import torchrl
 
 ROOT = Path(__file__).parents[1]
-_SPEC = importlib.util.spec_from_file_location("patch", ROOT / "docs" / "upstream" / "patch.py")
-assert _SPEC is not None
-assert _SPEC.loader is not None
-patch = importlib.util.module_from_spec(_SPEC)
-sys.modules["patch"] = patch
-_SPEC.loader.exec_module(patch)
+sys.path.insert(0, str(ROOT / "docs" / "upstream"))
+import edits  # noqa: E402
+import patch  # noqa: E402
+import port  # noqa: E402
+import series  # noqa: E402
+
+sys.path.pop(0)
+
+BY_BRANCH = pytest.mark.parametrize("pull", series.SERIES, ids=lambda pull: pull.branch)
 
 
 def test_names() -> None:
     source = "from minerva_torchrl import MPOLoss, Retrace\n    # eq: mpo-weights\nx = 1\n"
-    assert patch.ported(source) == patch.HEADER + (
+    assert port.ported(source) == port.HEADER + (
         "from torchrl.objectives.mpo import MPOLoss\n"
         "from torchrl.objectives.value.retrace import Retrace\n"
         "x = 1\n"
@@ -31,14 +34,43 @@ def test_names() -> None:
 
 
 def test_every_module_is_in_the_series() -> None:
-    modules = [module for pull in patch.SERIES for module in pull.modules]
-    assert sorted(modules) == sorted(patch.PLACES)
-    assert all(patch.source_of(module).is_file() for module in modules)
+    """All but PPO, which TorchRL has, and once each."""
+    brought = [module for pull in series.SERIES for module in series.modules_of(pull)]
+    assert len(brought) == len(set(brought))
+    assert set(port.all_modules()) - set(brought) == {"ppo"}
+
+
+@BY_BRANCH
+def test_sources(pull: series.PullRequest) -> None:
+    """They name nothing of ours, and what they import of ours is in the series so far."""
+    so_far = series.SERIES[: series.SERIES.index(pull) + 1]
+    there = {path for earlier in so_far for path in patch.sources(earlier)}
+    for path, text in patch.sources(pull).items():
+        assert "minerva" not in text
+        if path.suffix != ".py":
+            continue
+        assert text.startswith(port.HEADER)
+        for module in re.findall(r"torchrl\.objectives\.(?:_mpo|mpo_functional)[\w.]*", text):
+            file = Path(module.replace(".", "/"))
+            places = [p / "__init__.py" for p in (file, *file.parents)]
+            places += [p.with_suffix(".py") for p in (file, *file.parents) if p.name]
+            assert there & set(places), f"{path} names {module}"
+
+
+def test_an_edit_needs_its_place(tmp_path: Path) -> None:
+    (tmp_path / "torchrl").mkdir()
+    file = tmp_path / "torchrl" / "x.py"
+    file.write_text("a\nb\na\n")
+    edits.Edit("torchrl/x.py", "b\n", "c\n").apply(tmp_path)
+    edits.Edit("torchrl/x.py", "b\n", "d\n", before=True).apply(tmp_path)
+    assert file.read_text() == "a\nd\nb\nc\na\n"
+    with pytest.raises(ValueError, match="should occur once, not 2 times"):
+        edits.Edit("torchrl/x.py", "a\n", "c\n").apply(tmp_path)
+    edits.Edit("docs/absent.rst", "a\n", "c\n").apply(tmp_path)  # no whole checkout
 
 
 def git(folder: Path, *arguments: str) -> None:
-    names = ("-c", "user.name=test", "-c", "user.email=test@localhost")
-    subprocess.run(["git", "-C", str(folder), *names, *arguments], check=True)
+    subprocess.run(["git", "-C", str(folder), *arguments], check=True)
 
 
 @pytest.fixture(scope="module")
@@ -59,12 +91,40 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pull", patch.SERIES, ids=lambda pull: pull.branch)
-def test_branch(checkout: Path, tmp_path: Path, pull: patch.PullRequest) -> None:
+@BY_BRANCH
+def test_branch(checkout: Path, tmp_path: Path, pull: series.PullRequest) -> None:
+    """Its tests pass, its script runs, and so does its benchmark, with our package out of reach.
+
+    ``files`` has tests on TorchRL's own base class, too, which is not in the installed package.
+    """
     git(checkout, "checkout", "-q", f"minerva/{pull.branch}")
     (tmp_path / "minerva_torchrl").mkdir()
     (tmp_path / "minerva_torchrl" / "__init__.py").write_text("raise ImportError('not here')\n")
-    tests = [str(checkout / "test" / "objectives" / name) for name in pull.tests.values()]
     variables = {**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{checkout}"}
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
-    subprocess.run(command, cwd=tmp_path, env=variables, check=True)
+
+    def run(*arguments: str) -> None:
+        subprocess.run([sys.executable, *arguments], cwd=tmp_path, env=variables, check=True)
+
+    run("-c", "import torchrl.objectives, torchrl.trainers.algorithms.configs")
+    tests = [str(checkout / "test" / "objectives" / name) for name in pull.tests.values()]
+    if tests:
+        run("-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests)
+    for edit in pull.edits:
+        if edit.path.endswith("test_sota.py"):
+            command = edit.text.split('"""')[1].replace("\\\n", " ").split()[1:]
+            run(str(checkout / command[0]), *command[1:])
+    for name in pull.files:
+        if name.startswith("benchmarks/"):
+            (tmp_path / "conftest.py").write_text(STOPWATCH)
+            shutil.copy(checkout / name, tmp_path)
+            run("-m", "pytest", "-q", "-p", "no:cacheprovider", "-k", "not True-", Path(name).name)
+
+
+STOPWATCH = """
+import pytest
+
+
+@pytest.fixture
+def benchmark():  # instead of pytest-benchmark's
+    return lambda function, *arguments: function(*arguments)
+"""

@@ -15,7 +15,6 @@ from minerva_torchrl.report.groups import Group, group_runs
 from minerva_torchrl.report.make import make_report
 from minerva_torchrl.report.reading import LoadedRuns, Problem, RecordedRun, load_runs
 from minerva_torchrl.report.references import (
-    Bar,
     Reference,
     References,
     ReferencesError,
@@ -23,7 +22,6 @@ from minerva_torchrl.report.references import (
 )
 
 __all__ = [
-    "Bar",
     "Group",
     "LoadedRuns",
     "Problem",

@@ -25,9 +25,7 @@ example:
 
 file of references:
   references:
-  - {task: cartpole-swingup, algo: mpo, label: "tonic 642 ± 160", value: 642, frames: 100_000}
-  bars:
-  - {task: cartpole-swingup, algo: mpo, preset: default, frames: 100_000, at_least: 600}
+  - {task: cartpole-swingup, algo: mpo, label: tonic, value: 642, deviation: 160, frames: 100_000}
 
 exit codes: 0 if there is a report, 1 if no run could be reported, 2 for wrong arguments.
 """

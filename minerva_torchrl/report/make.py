@@ -26,10 +26,10 @@ from minerva_torchrl.report.plots import draw_task, file_names, line_styles
 from minerva_torchrl.report.reading import LoadedRuns, Problem
 from minerva_torchrl.report.references import References
 from minerva_torchrl.report.tables import (
-    bars_table,
     budget_table,
     individual_runs,
     overview,
+    published_table,
     throughput,
 )
 from minerva_torchrl.report.values import count
@@ -138,8 +138,9 @@ def build_document(
     styles = line_styles(groups)
     pictures = {}
     blocks = [*_introduction(loaded, groups), Heading(2, "Overview"), *overview(groups)]
-    if references.bars:
-        blocks += [Heading(2, "Bars"), *bars_table(references.bars, groups)]
+    published = published_table(references.references, groups)
+    if published:
+        blocks += [Heading(2, "Next to published results"), *published]
     blocks.append(Heading(2, "Learning curves"))
     for task in tasks:
         of_task = [group for group in groups if group.task == task]

@@ -193,4 +193,6 @@ def _group_text(group: Group) -> str:
 
 def _reference_text(reference: Reference) -> str:
     text = reference.label
+    if reference.deviation is not None:
+        text = f"{text}: {reference.result}"
     return text if reference.frames is None else f"{text} (at {reference.frames:,} frames)"

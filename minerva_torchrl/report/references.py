@@ -1,4 +1,4 @@
-"""Numbers to compare with: lines in the plots, and bars that results must reach."""
+"""Published results to compare with: lines in the plots, and a table."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ import math
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from minerva_torchrl.algorithms import ALGORITHMS
+from minerva_torchrl.report.values import mean_and_deviation, number
 from minerva_torchrl.runs.strict import ConfigError, parse
 
-__all__ = ["Bar", "Reference", "References", "ReferencesError", "load_references"]
+__all__ = ["Reference", "References", "ReferencesError", "load_references"]
 
 
 @dataclass(frozen=True)
@@ -32,19 +33,15 @@ class Reference:
     """Algorithm that it is a result of, if that is one of ours."""
     frames: int | None = None
     """After how many frames it was measured."""
+    deviation: float | None = None
+    """Its standard deviation over seeds."""
 
-
-@dataclass(frozen=True)
-class Bar:
-    """A result that is required."""
-
-    task: str
-    algo: str
-    frames: int
-    """Budget at which it is measured."""
-    at_least: float
-    """The least mean over seeds."""
-    preset: str = "default"
+    @property
+    def result(self) -> str:
+        """The return, with its deviation if it is known."""
+        if self.deviation is None:
+            return number(self.value)
+        return mean_and_deviation(self.value, self.deviation)
 
 
 @dataclass(frozen=True)
@@ -52,44 +49,38 @@ class References:
     """What there is to compare with."""
 
     references: tuple[Reference, ...] = ()
-    bars: tuple[Bar, ...] = ()
 
 
 class ReferencesError(ValueError):
     """Says what is wrong with a file of references, one line for each entry."""
 
 
-_Entry = TypeVar("_Entry", Reference, Bar)
-
-
 def load_references(path: str | Path) -> References:
-    """Read a YAML or JSON file of references and bars.
+    """Read a YAML or JSON file of references.
 
-    It has a list of references, or a mapping with ``references`` and ``bars``, both lists.
+    It has a list of references, or a mapping with that list as ``references``.
 
     Args:
         path (str or Path): the file.
 
     Returns:
-        References and bars.
+        The references.
 
     Examples:
         >>> import tempfile
         >>> path = Path(tempfile.mkdtemp()) / "references.yaml"
         >>> _ = path.write_text('''
         ... references:
-        ... - {task: cartpole-swingup, label: tonic 642 ± 160, value: 642, frames: 100_000}
-        ... bars:
-        ... - {task: cartpole-swingup, algo: mpo, frames: 100_000, at_least: 600}
+        ... - {task: cartpole-swingup, label: tonic, value: 642, deviation: 160, frames: 100_000}
         ... ''')
-        >>> load_references(path).bars[0].preset
-        'default'
-        >>> _ = path.write_text("bars: [{task: walker-walk, algo: sac, frames: 10, at_least: 5}]")
+        >>> load_references(path).references[0].frames
+        100000
+        >>> _ = path.write_text("[{task: walker-walk, algo: sac, label: x, value: 5}]")
         >>> load_references(path)
         Traceback (most recent call last):
         ...
-        minerva_torchrl.report.references.ReferencesError: ...references.yaml: bars[0]: algo must
-        be one of mpo, vmpo, ppo, got 'sac'.
+        minerva_torchrl.report.references.ReferencesError: ...references.yaml: references[0]: algo
+        must be one of mpo, vmpo, ppo, got 'sac'.
     """
     path = Path(path)
     content = _read(path)
@@ -98,15 +89,14 @@ def load_references(path: str | Path) -> References:
     lists = [field.name for field in fields(References)]
     if not isinstance(content, Mapping) or any(name not in lists for name in content):
         raise ReferencesError(
-            f"{path}: must be a list of references, or have references and bars; got "
+            f"{path}: must be a list of references, or have one as references; got "
             f"{list(content) if isinstance(content, Mapping) else type(content).__name__}."
         )
     problems: list[str] = []
-    references = _entries(Reference, content, "references", problems)
-    bars = _entries(Bar, content, "bars", problems)
+    references = _entries(content, "references", problems)
     if problems:
         raise ReferencesError("\n".join(f"{path}: {problem}" for problem in problems))
-    return References(tuple(references), tuple(bars))
+    return References(tuple(references))
 
 
 def _read(path: Path) -> Any:
@@ -124,9 +114,7 @@ def _read(path: Path) -> Any:
         raise ReferencesError(f"{path}: can't be read: {reason}.") from None
 
 
-def _entries(
-    kind: type[_Entry], content: Mapping[str, Any], name: str, problems: list[str]
-) -> list[_Entry]:
+def _entries(content: Mapping[str, Any], name: str, problems: list[str]) -> list[Reference]:
     listed = content.get(name) or []
     if not isinstance(listed, list):
         problems.append(f"{name} must be a list, got {type(listed).__name__}.")
@@ -134,8 +122,8 @@ def _entries(
     entries = []
     for index, data in enumerate(listed):
         try:
-            _check_names(kind, data)
-            entry = parse(kind, data)
+            _check_names(data)
+            entry = parse(Reference, data)
             _check_values(entry)
         except ConfigError as error:
             problems += [f"{name}[{index}]: {problem}" for problem in error.problems]
@@ -144,10 +132,10 @@ def _entries(
     return entries
 
 
-def _check_names(kind: type[Reference] | type[Bar], data: object) -> None:
+def _check_names(data: object) -> None:
     """Raise if something that is required is not there, or something else is."""
-    required = [field.name for field in fields(kind) if field.default is MISSING]
-    optional = [field.name for field in fields(kind) if field.default is not MISSING]
+    required = [field.name for field in fields(Reference) if field.default is MISSING]
+    optional = [field.name for field in fields(Reference) if field.default is not MISSING]
     allowed = f"It has {', '.join(required)}, and if wanted {', '.join(optional)}."
     if not isinstance(data, Mapping):
         raise ConfigError([f"must be a mapping, got {data!r}. {allowed}"])
@@ -160,17 +148,14 @@ def _check_names(kind: type[Reference] | type[Bar], data: object) -> None:
         raise ConfigError(problems)
 
 
-def _check_values(entry: Reference | Bar) -> None:
+def _check_values(entry: Reference) -> None:
     problems = []
     if entry.algo is not None and entry.algo not in ALGORITHMS:
         problems.append(f"algo must be one of {', '.join(ALGORITHMS)}, got {entry.algo!r}.")
-    elif isinstance(entry, Bar) and entry.preset not in ALGORITHMS[entry.algo].presets:
-        allowed = ", ".join(ALGORITHMS[entry.algo].presets)
-        problems.append(f"preset must be one of {allowed} for {entry.algo}, got {entry.preset!r}.")
-    name = "value" if isinstance(entry, Reference) else "at_least"
-    value = getattr(entry, name)
-    if not math.isfinite(value):
-        problems.append(f"{name} must be finite, got {value}.")
+    if not math.isfinite(entry.value):
+        problems.append(f"value must be finite, got {entry.value}.")
+    if entry.deviation is not None and not 0 <= entry.deviation < math.inf:
+        problems.append(f"deviation must be finite and not negative, got {entry.deviation}.")
     if entry.frames is not None and entry.frames < 1:
         problems.append(f"frames must be positive, got {entry.frames}.")
     if problems:

@@ -1,4 +1,4 @@
-"""Tables of results: all runs at a glance, at fixed budgets, against bars, and their speed."""
+"""Tables of results: at a glance, at fixed budgets, next to published ones, and speeds."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from minerva_torchrl.algorithms import ALGORITHMS
 from minerva_torchrl.report.document import Block, Code, Paragraph, Table, Text
 from minerva_torchrl.report.estimates import (
     FEWEST_SEEDS,
@@ -19,24 +18,23 @@ from minerva_torchrl.report.estimates import (
 )
 from minerva_torchrl.report.groups import Group
 from minerva_torchrl.report.reading import RecordedRun
-from minerva_torchrl.report.references import Bar, Reference
+from minerva_torchrl.report.references import Reference
 from minerva_torchrl.report.values import (
     interval,
     mean_and_deviation,
     number,
     seed_list,
-    settings_text,
 )
 from minerva_torchrl.text import format_duration
 
 __all__ = [
     "Measurement",
-    "bars_table",
     "budget_table",
     "default_budgets",
     "individual_runs",
     "measure",
     "overview",
+    "published_table",
     "throughput",
 ]
 
@@ -160,7 +158,7 @@ def budget_table(
         position = float("inf") if reference.frames is None else reference.frames
         frames = "" if reference.frames is None else f"{reference.frames:,}"
         label = f"reference: {reference.label}"
-        rows.append((position, (frames, label, "", number(reference.value), "", "", "")))
+        rows.append((position, (frames, label, "", reference.result, "", "", "")))
     rows.sort(key=lambda row: row[0])
     columns = ("Frames", "Algorithm", "Seeds", "Mean ± std", "95 % interval", "IQM", "Area")
     table = Table(columns, tuple(row for _, row in rows), numbers=(0, 2, 3, 4, 5, 6))
@@ -172,27 +170,31 @@ def budget_table(
     return blocks
 
 
-def bars_table(bars: Sequence[Bar], groups: Sequence[Group]) -> list[Block]:
-    """What is required, what was measured, and whether that is enough."""
-    columns = ("Task", "Algorithm", "Frames", "Required", "Measured", "Seeds", "Result")
+def published_table(references: Sequence[Reference], groups: Sequence[Group]) -> list[Block]:
+    """Published results, each beside those of finished runs after as many frames.
+
+    Args:
+        references (sequence of Reference): those without a number of frames are left out.
+        groups (sequence of Group): runs of the same task, and of the reference's algorithm if it
+            says one, are put beside it.
+    """
+    columns = ("Task", "Frames", "Published", "Return", "Here", "Return here", "Seeds")
     rows: list[tuple[Text, ...]] = []
     interpolated = False
-    for bar in bars:
-        key = (bar.task, bar.algo, bar.preset)
-        matching = [g for g in groups if g.finished and (g.task, g.algo, g.preset) == key]
-        limits = (f"{bar.frames:,}", f"≥ {number(bar.at_least)}")
-        for group in matching:
-            measured = measure(group, bar.frames)
-            start = (Code(bar.task), _settings(group))
-            rows.append((*start, *limits, *_verdict(bar, group, measured)))
-            interpolated |= measured is not None and measured.interpolated
-        if not matching:
-            wanted = f"{ALGORITHMS[bar.algo].title}, preset {bar.preset}"
-            rows.append((Code(bar.task), wanted, *limits, "-", "-", "not run"))
-    blocks: list[Block] = [Table(columns, tuple(rows), numbers=(2, 3, 4, 5))]
-    if interpolated:
-        blocks.append(_FOOTNOTE)
-    return blocks
+    for reference in references:
+        for group in groups:
+            same = group.task == reference.task and reference.algo in (None, group.algo)
+            if not (same and group.finished and reference.frames):
+                continue
+            measured = measure(group, reference.frames)
+            if measured is None:
+                continue
+            published = (f"{reference.frames:,}", reference.label, reference.result)
+            here = (group.label, measured.text(), _reached(group, measured))
+            rows.append((Code(reference.task), *published, *here))
+            interpolated |= measured.interpolated
+    table: list[Block] = [Table(columns, tuple(rows), numbers=(1, 3, 5, 6))] if rows else []
+    return [*table, _FOOTNOTE] if interpolated else table
 
 
 def throughput(groups: Sequence[Group]) -> list[Block]:
@@ -248,26 +250,9 @@ def _budget_row(group: Group, budget: int, measured: Measurement | None) -> tupl
     return (*start, seeds, measured.text(), spread, number(iqm(values)), area)
 
 
-def _verdict(bar: Bar, group: Group, measured: Measurement | None) -> tuple[str, str, str]:
-    if measured is None:
-        return "-", f"0 of {len(group.runs)}", "not run that far"
-    margin = measured.mean - bar.at_least
-    verdict = f"met, by {number(margin)}" if margin >= 0 else f"missed by {number(-margin)}"
-    return measured.text(), _reached(group, measured), verdict
-
-
 def _reached(group: Group, measured: Measurement) -> str:
     reached, total = len(measured.values), len(group.runs)
     return str(total) if reached == total else f"{reached} of {total}"
-
-
-def _settings(group: Group) -> str:
-    """The algorithm, its preset, and what is different from it and matters."""
-    run = group.runs[0]
-    changed = [name for name in run.changes_to_preset if name in run.learning_settings]
-    texts = settings_text(run.settings, changed)
-    more = [f"and {len(texts) - 3} more"] if len(texts) > 3 else []
-    return ", ".join([ALGORITHMS[run.algo].title, f"preset {run.preset}", *texts[:3], *more])
 
 
 def _range(values: Iterable[int]) -> str:

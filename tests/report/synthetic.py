@@ -133,12 +133,7 @@ def write_realistic_runs(folder: Path) -> Path:
 
 REFERENCES = """\
 references:
-- {task: cartpole-swingup, algo: mpo, label: "tonic 642 ± 160", value: 642, frames: 100_000}
+- {task: cartpole-swingup, algo: mpo, label: tonic, value: 642, deviation: 160, frames: 100_000}
 - {task: walker-walk, label: "Acme, 1M frames", value: 960}
 - {task: walker-walk, label: "random policy", value: 40}
-bars:
-- {task: walker-walk, algo: mpo, frames: 100_000, at_least: 800}
-- {task: cartpole-swingup, algo: mpo, frames: 100_000, at_least: 850}
-- {task: cartpole-swingup, algo: mpo, preset: acme, frames: 100_000, at_least: 500}
-- {task: gym:HalfCheetah-v5, algo: vmpo, frames: 500_000, at_least: 900}
 """

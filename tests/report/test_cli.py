@@ -40,7 +40,7 @@ def test_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_seeds(tmp_path / "runs", [100.0])
     write_run(tmp_path / "runs" / "b", points=straight(40_000), seed=5, finished=False)
     (tmp_path / "references.yaml").write_text(
-        "bars: [{task: walker-walk, algo: mpo, frames: 100_000, at_least: 90}]"
+        "[{task: walker-walk, algo: mpo, label: tonic, value: 90, frames: 100_000}]"
     )
     code = main(
         [
@@ -53,7 +53,12 @@ def test_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert output.out == f"{tmp_path / 'report' / 'report.html'}: 2 runs\n"
     assert output.err == ""
     words = words_of(tmp_path / "report")
-    for piece in ("met, by 10.0", "MPO, unfinished", "Machine: a fast one", "1 run unfinished"):
+    for piece in (
+        "Next to published results",
+        "MPO, unfinished",
+        "Machine: a fast one",
+        "1 run unfinished",
+    ):
         assert piece in words
 
 

@@ -5,10 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from minerva_torchrl.report import Bar, Reference, ReferencesError, load_references
+from minerva_torchrl.report import Reference, ReferencesError, load_references
 
 LINE = {"task": "walker-walk", "label": "x", "value": 1}
-BAR = {"task": "walker-walk", "algo": "mpo", "frames": 100, "at_least": 2}
 
 
 def written(folder: Path, content: object, name: str = "references.json") -> Path:
@@ -21,34 +20,30 @@ def test_yaml(tmp_path: Path) -> None:
     text = """
     references:
     - {task: cartpole-swingup, algo: mpo, label: "tonic 642 ± 160", value: 642, frames: 100_000}
-    - {task: gym:Hopper-v5, label: "best ${known}", value: 1e3}
-    bars:
-    - {task: cartpole-swingup, algo: ppo, preset: minerva-seed, frames: 5, at_least: -2.5}
+    - {task: gym:Hopper-v5, label: "best ${known}", value: 1e3, deviation: 20}
     """
     references = load_references(written(tmp_path, text, "references.yaml"))
     assert references.references == (
         Reference("cartpole-swingup", "tonic 642 ± 160", 642.0, "mpo", 100_000),
-        Reference("gym:Hopper-v5", "best ${known}", 1000.0),
+        Reference("gym:Hopper-v5", "best ${known}", 1000.0, deviation=20.0),
     )
-    assert references.bars == (Bar("cartpole-swingup", "ppo", 5, -2.5, "minerva-seed"),)
+    assert [reference.result for reference in references.references] == ["642.0", "1,000.0 ± 20.0"]
 
 
 @pytest.mark.parametrize("name", ["references.json", "references.yaml"])
 def test_a_list_of_references(tmp_path: Path, name: str) -> None:
     references = load_references(written(tmp_path, [LINE], name))
     assert references.references == (Reference("walker-walk", "x", 1.0),)
-    assert references.bars == ()
 
 
 def test_json_with_tabs(tmp_path: Path) -> None:
-    text = json.dumps({"bars": [BAR]}, indent="\t")
-    assert load_references(written(tmp_path, text)).bars[0].at_least == 2.0
+    text = json.dumps({"references": [LINE]}, indent="\t")
+    assert load_references(written(tmp_path, text)).references[0].value == 1.0
 
 
-@pytest.mark.parametrize("content", [{}, [], {"references": None, "bars": []}])
+@pytest.mark.parametrize("content", [{}, [], {"references": None}])
 def test_nothing(tmp_path: Path, content: object) -> None:
-    references = load_references(written(tmp_path, content))
-    assert references.references == references.bars == ()
+    assert load_references(written(tmp_path, content)).references == ()
 
 
 @pytest.mark.parametrize(
@@ -65,20 +60,14 @@ def test_nothing(tmp_path: Path, content: object) -> None:
         (
             [{"task": "x"}],
             r"references\[0\]: label, value is missing. It has task, label, value, and if wanted "
-            "algo, frames.",
+            "algo, frames, deviation.",
         ),
         ([{**LINE, "colour": 1}], r"references\[0\]: colour is unknown. It has task, label, "),
         (["x"], r"references\[0\]: must be a mapping, got 'x'. It has task, "),
-        ({"bars": [{**BAR, "at_least": None}]}, r"bars\[0\]: at_least must be a number, got null"),
-        ({"bars": [{**BAR, "algo": "sac"}]}, r"bars\[0\]: algo must be one of mpo, vmpo, ppo, got"),
-        (
-            {"bars": [BAR, {**BAR, "preset": "acm"}]},
-            r"bars\[1\]: preset must be one of default, minerva-seed, acme, tonic, acme-dmpo",
-        ),
-        ({"bars": [{**BAR, "frames": -1}]}, r"bars\[0\]: frames must be positive, got -1"),
-        ({"bars": BAR}, "bars must be a list, got dict"),
-        ({"lines": []}, r"or have references and bars; got \['lines'\]"),
-        ('"text"', "must be a list of references, or have references and bars; got str"),
+        ([{**LINE, "deviation": -1}], r"\[0\]: deviation must be finite and not negative, got -1"),
+        ({"references": LINE}, "references must be a list, got dict"),
+        ({"lines": []}, r"or have one as references; got \['lines'\]"),
+        ('"text"', "must be a list of references, or have one as references; got str"),
         ("{", "can't be understood: "),
     ],
 )
@@ -96,10 +85,6 @@ def test_errors(tmp_path: Path, content: object, message: str) -> None:
         ("a: [", "can't be understood: "),
         ("just words", "can't be understood|neither a list nor a mapping|must be a list"),
         ("- {task: x, label: y, value: .nan}", r"references\[0\]: value must be finite, got nan"),
-        (
-            "bars: [{task: x, algo: mpo, frames: 5, at_least: .inf}]",
-            r"bars\[0\]: at_least must be finite, got inf",
-        ),
     ],
 )
 def test_errors_of_yaml(tmp_path: Path, text: str, message: str) -> None:
@@ -109,11 +94,11 @@ def test_errors_of_yaml(tmp_path: Path, text: str, message: str) -> None:
 
 
 def test_all_entries_are_checked(tmp_path: Path) -> None:
-    content = {"references": [{**LINE, "value": None}, {**LINE, "label": 3}], "bars": [{}]}
+    content = [{**LINE, "value": None}, {**LINE, "label": 3}, {}]
     with pytest.raises(ReferencesError) as caught:
         load_references(written(tmp_path, content))
     places = [line.split(": ")[1] for line in str(caught.value).splitlines()]
-    assert places == ["references[0]", "references[1]", "bars[0]"]
+    assert places == ["references[0]", "references[1]", "references[2]"]
 
 
 def test_unreadable_files(tmp_path: Path) -> None:

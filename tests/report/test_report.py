@@ -26,7 +26,14 @@ from tests.report.synthetic import (
 from tests.report.test_documents import Page
 
 SECTIONS = [
-    *("Overview", "Bars", "Learning curves", "Throughput", "Settings that differ", "Commands"),
+    *(
+        "Overview",
+        "Next to published results",
+        "Learning curves",
+        "Throughput",
+        "Settings that differ",
+        "Commands",
+    ),
     *("Problems", "How to read the numbers", "Every run", "All settings"),
 ]
 
@@ -114,7 +121,7 @@ def test_sections(realistic: Path) -> None:
     assert "2 more runs could not be used: see Problems." in text
     assert "mpo-broken`: line 3 of eval.csv has no finite return_mean." in text
     assert "mpo-unfinished`: unfinished: it has no summary.json." in text
-    assert "reference: tonic 642 ± 160" in text
+    assert "| reference: tonic |  | 642.0 ± 160.0 |" in text
 
 
 def test_the_same_runs_make_the_same_report(realistic: Path, tmp_path: Path) -> None:
@@ -172,13 +179,13 @@ def test_references_without_runs_are_mentioned(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("no_drawing")
-def test_no_problems_no_machine_no_bars(tmp_path: Path) -> None:
+def test_no_problems_no_machine_no_references(tmp_path: Path) -> None:
     write_seeds(tmp_path / "runs", [100.0])
     make_report(load_runs(tmp_path / "runs"), tmp_path / "report")
     words = words_of(tmp_path / "report")
     assert "None: every run that was found is in this report." in words
     assert "Machine:" not in words
-    assert "Bars" not in words
+    assert "Next to published results" not in words
     assert "1 run on 1 task, 1 group of" in words
 
 

@@ -1,18 +1,19 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from minerva_torchrl.report import Bar, Group, Reference, group_runs, load_runs
+from minerva_torchrl.report import Group, Reference, group_runs, load_runs
 from minerva_torchrl.report.document import Block, Code, Paragraph, Table
 from minerva_torchrl.report.tables import (
-    bars_table,
     budget_table,
     default_budgets,
     individual_runs,
     measure,
     overview,
+    published_table,
     throughput,
 )
 from tests.report.synthetic import straight, write_run, write_seeds
@@ -169,71 +170,58 @@ def test_references_are_listed(tmp_path: Path) -> None:
     ]
 
 
-# Bars --------------------------------------------------------------------------------------------
+# Published results -------------------------------------------------------------------------------
 
 
-def bar(at_least: float, frames: int = 100_000, preset: str = "default") -> Bar:
-    return Bar("walker-walk", "mpo", frames, at_least, preset)
+def published(frames: int | None = 100_000, **more: Any) -> Reference:
+    return Reference("walker-walk", "tonic", 592.0, frames=frames, **more)
 
 
-def results(folder: Path, *bars: Bar, **kwargs: bool) -> list[tuple[object, ...]]:
-    return [row[1:] for row in table_of(bars_table(bars, groups_in(folder, **kwargs))).rows]
+def beside(folder: Path, *references: Reference, **kwargs: bool) -> list[tuple[object, ...]]:
+    blocks = published_table(references, groups_in(folder, **kwargs))
+    return [row[1:] for row in table_of(blocks).rows] if blocks else []
 
 
-def test_bars(tmp_path: Path) -> None:
+def test_published_results(tmp_path: Path) -> None:
     write_seeds(tmp_path, [100.0, 200.0, 300.0])
-    assert results(tmp_path, bar(150.0), bar(200.0), bar(250.5), bar(1.0, 200_000)) == [
-        ("MPO, preset default", "100,000", "≥ 150.0", "200.0 ± 100.0", "3", "met, by 50.0"),
-        ("MPO, preset default", "100,000", "≥ 200.0", "200.0 ± 100.0", "3", "met, by 0.000"),
-        ("MPO, preset default", "100,000", "≥ 250.5", "200.0 ± 100.0", "3", "missed by 50.5"),
-        (
-            *("MPO, preset default", "200,000", "≥ 1.000", "-", "0 of 3"),
-            "not run that far",
-        ),
+    assert beside(tmp_path, published(algo="mpo", deviation=82.0)) == [
+        ("100,000", "tonic", "592.0 ± 82.0", "MPO", "200.0 ± 100.0", "3")
     ]
 
 
-def test_a_bar_is_about_its_budget(tmp_path: Path) -> None:
+def test_published_results_that_nothing_stands_beside(tmp_path: Path) -> None:
+    """Of other algorithms and tasks, without a budget, or with one that no run reached."""
+    write_seeds(tmp_path, [100.0])
+    other = Reference("cheetah-run", "tonic", 5.0, frames=100_000)
+    assert beside(tmp_path, published(None), published(200_000), published(algo="ppo"), other) == []
+
+
+def test_published_results_are_of_their_budget(tmp_path: Path) -> None:
     """What comes later does not help, and neither does what came before."""
     points = [(0, 0.0), (50_000, 900.0), (75_000, 100.0), (100_000, 950.0)]
     write_run(tmp_path / "run", points=points)
-    ((*_, measured, _, result),) = results(tmp_path, bar(500.0, 75_000))
-    assert (measured, result) == ("100.0 ± -", "missed by 400.0")
+    ((*_, measured, _),) = beside(tmp_path, published(75_000))
+    assert measured == "100.0 ± -"
 
 
-def test_interpolated_bars_are_marked(tmp_path: Path) -> None:
+def test_interpolated_results_are_marked(tmp_path: Path) -> None:
     write_seeds(tmp_path, [100.0])
-    blocks = bars_table([bar(1.0, 55_000)], groups_in(tmp_path))
-    assert table_of(blocks).rows[0][4] == "55.0 ± - †"
+    blocks = published_table([published(55_000)], groups_in(tmp_path))
+    assert table_of(blocks).rows[0][5] == "55.0 ± - †"
     assert has_footnote(blocks)
-    assert not has_footnote(bars_table([bar(1.0)], groups_in(tmp_path)))
+    assert not has_footnote(published_table([published()], groups_in(tmp_path)))
 
 
-def test_bars_of_presets_and_variants(tmp_path: Path) -> None:
+def test_a_published_result_beside_presets_and_variants(tmp_path: Path) -> None:
     write_run(tmp_path / "a")
     write_run(tmp_path / "b", optim__lr_actor=2e-3, eval__episodes=9)
     write_run(tmp_path / "c", preset="acme")
-    shown = results(tmp_path, bar(1.0), bar(1.0, preset="acme"), bar(1.0, preset="tonic"))
-    assert [row[0] for row in shown] == [
-        "MPO, preset default",
-        "MPO, preset default, optim.lr_actor=2e-3",
-        "MPO, preset acme",
-        "MPO, preset tonic",
-    ]
-    assert shown[-1][-1] == "not run"
-    assert shown[-2][-1] == "met, by 99.0"
+    assert len({row[3] for row in beside(tmp_path, published())}) == 3
 
 
-def test_many_changes_are_shortened(tmp_path: Path) -> None:
-    names = ("loss__gamma", "loss__epsilon", "loss__epsilon_mean", "loss__epsilon_penalty")
-    write_run(tmp_path / "a", **dict.fromkeys(names, 0.123))
-    ((settings, *_),) = results(tmp_path, bar(1.0))
-    assert str(settings).endswith("loss.epsilon_mean=0.123, and 1 more")
-
-
-def test_unfinished_runs_meet_no_bar(tmp_path: Path) -> None:
+def test_unfinished_runs_stand_beside_nothing(tmp_path: Path) -> None:
     write_run(tmp_path / "a", points=straight(), total_frames=200_000, finished=False)
-    assert results(tmp_path, bar(1.0), include_unfinished=True)[0][-1] == "not run"
+    assert beside(tmp_path, published(), include_unfinished=True) == []
 
 
 # Speed -------------------------------------------------------------------------------------------

@@ -1,0 +1,54 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from tensordict import TensorDict
+from tensordict.nn import NormalParamExtractor, TensorDictModule
+from torch import nn
+from torchrl.data import Bounded
+from torchrl.modules import IndependentNormal, MLP, ProbabilisticActor, ValueOperator
+from torchrl.objectives import VMPOLoss
+
+
+@pytest.mark.parametrize("backward", [False, True])
+@pytest.mark.parametrize("compile", [False, True])
+def test_vmpo_speed(benchmark, backward, compile):
+    n_obs, n_act, batch = 8, 4, 128
+    device = torch.device("cuda:0" if torch.cuda.is_available() else "cpu")
+    cells = {"num_cells": [128, 128], "device": device}
+    policy = nn.Sequential(MLP(n_obs, 2 * n_act, **cells), NormalParamExtractor())
+    actor = ProbabilisticActor(
+        TensorDictModule(policy, ["observation"], ["loc", "scale"]),
+        in_keys=["loc", "scale"],
+        spec=Bounded(-1, 1, (n_act,), device=device),
+        distribution_class=IndependentNormal,
+        return_log_prob=True,
+    )
+    critic = ValueOperator(MLP(n_obs, 1, **cells), in_keys=["observation"])
+    loss = VMPOLoss(actor, critic)
+    observation = TensorDict({"observation": torch.randn(batch, n_obs)}, [batch])
+    data = actor(observation.to(device)).detach()
+    following = {
+        "observation": torch.randn(batch, n_obs),
+        "reward": torch.randn(batch, 1),
+        "done": torch.zeros(batch, 1, dtype=torch.bool),
+        "terminated": torch.zeros(batch, 1, dtype=torch.bool),
+    }
+    data["next"] = TensorDict(following, [batch]).to(device)
+    data["advantage"] = torch.randn(batch, 1, device=device)
+    data["value_target"] = torch.randn(batch, 1, device=device)
+    data, _ = loss.e_step(data)
+
+    def step(data):
+        losses = loss(data)
+        if backward:
+            names = [key for key in losses.keys() if key.startswith("loss_")]
+            sum(losses[name] for name in names).backward()
+
+    if compile:
+        torch._dynamo.reset_code_caches()
+        step = torch.compile(step)
+    for _ in range(3):
+        step(data)
+    benchmark(step, data)
+    loss.zero_grad()

@@ -1,0 +1,132 @@
+"""V-MPO Example.
+
+On-policy maximum a posteriori policy optimisation for tasks of Gymnasium and DM
+Control with continuous actions and states.
+
+The helper functions are coded in the utils.py associated with this script.
+"""
+from __future__ import annotations
+
+import hydra
+import numpy as np
+import torch
+import tqdm
+from omegaconf import DictConfig
+from torch import nn
+from torchrl._utils import get_available_device, logger as torchrl_logger, timeit
+from torchrl.envs.utils import ExplorationType, set_exploration_type
+from torchrl.record.loggers import generate_exp_name, get_logger
+from utils import (
+    make_collector,
+    make_environment,
+    make_loss_module,
+    make_optimizer,
+    make_vmpo_agent,
+    statistics_of,
+)
+
+METRICS = ("kl_q_rel", "kl_mean_rel", "kl_stddev_rel", "temperature")
+
+
+def evaluate(env, statistics, actor, cfg):
+    """Mean return of the deterministic policy, with the statistics of training."""
+    normalization = statistics_of(env)
+    normalization.load_state_dict(statistics.state_dict())
+    normalization.freeze()
+    returns = []
+    with set_exploration_type(ExplorationType.DETERMINISTIC), torch.no_grad():
+        for _ in range(cfg.logger.eval_episodes):
+            rollout = env.rollout(
+                cfg.env.max_episode_steps, actor, auto_cast_to_device=True
+            )
+            returns.append(rollout["next", "reward"].sum().item())
+    return sum(returns) / len(returns)
+
+
+@hydra.main(version_base="1.3", config_path="", config_name="config")
+def main(cfg: DictConfig):
+    device = (
+        torch.device(cfg.network.device)
+        if cfg.network.device
+        else get_available_device()
+    )
+    logger = None
+    if cfg.logger.backend:
+        logger = get_logger(
+            logger_type=cfg.logger.backend,
+            logger_name="vmpo_logging",
+            experiment_name=generate_exp_name("VMPO", cfg.logger.exp_name),
+            wandb_kwargs={
+                "mode": cfg.logger.mode,
+                "config": dict(cfg),
+                "project": cfg.logger.project_name,
+                "group": cfg.logger.group_name,
+            },
+        )
+
+    torch.manual_seed(cfg.env.seed)
+    np.random.seed(cfg.env.seed)
+    train_env = make_environment(cfg, cfg.env.seed, cfg.env.num_envs)
+    eval_env = make_environment(cfg, cfg.env.seed + 1000, 1)
+    actor, critic = make_vmpo_agent(cfg, train_env, device)
+    loss_module = make_loss_module(cfg, actor, critic)
+    optimizer, networks = make_optimizer(cfg, loss_module)
+    collector = make_collector(cfg, train_env, actor)
+
+    def update(batch):
+        losses = loss_module(batch)
+        total = sum(value for key, value in losses.items() if key.startswith("loss_"))
+        total.backward()
+        nn.utils.clip_grad_norm_(networks, cfg.optim.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        return losses.detach()
+
+    collected_frames = 0
+    pbar = tqdm.tqdm(total=cfg.collector.total_frames)
+    for data in collector:
+        collected_frames += data.numel()
+        pbar.update(data.numel())
+        with timeit("train"):
+            data = data.to(device)
+            with torch.no_grad():
+                loss_module.value_estimator(
+                    data,
+                    params=loss_module.critic_network_params,
+                    target_params=loss_module.target_critic_network_params,
+                )
+            # The E-step weighs the whole rollout, once.
+            samples, _ = loss_module.e_step(data)
+            samples = samples.reshape(-1)
+            for _ in range(cfg.optim.epochs):
+                order = torch.randperm(len(samples), device=device)
+                for indices in order.split(cfg.optim.mini_batch_size):
+                    losses = update(samples[indices])
+        collector.update_policy_weights_()
+
+        names = [name for name in losses.keys() if name.startswith("loss_")]
+        names += [name for name in METRICS if name in losses.keys()]
+        metrics = {f"train/{name}": losses[name].mean().item() for name in names}
+        done = data["next", "done"]
+        if done.any():
+            reward = data["next", "episode_reward"][done]
+            metrics["train/reward"] = reward.mean().item()
+        if collected_frames % cfg.logger.eval_iter < cfg.collector.frames_per_batch:
+            with timeit("eval"):
+                statistics = statistics_of(train_env)
+                metrics["eval/reward"] = evaluate(eval_env, statistics, actor, cfg)
+            torchrl_logger.info(
+                f"{collected_frames} frames: return {metrics['eval/reward']:.1f}"
+            )
+        if logger is not None:
+            metrics.update(timeit.todict(prefix="time"))
+            logger.log_metrics(metrics, collected_frames)
+
+    collector.shutdown()
+    for env in (eval_env, train_env):
+        if not env.is_closed:
+            env.close()
+
+
+if __name__ == "__main__":
+    main()
