@@ -10,7 +10,14 @@ from typing import Any, Literal, TypeVar
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
-from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModule, TensorDictParams
+from tensordict.nn import (
+    ProbabilisticTensorDictModule,
+    ProbabilisticTensorDictSequential,
+    TensorDictModule,
+    TensorDictParams,
+    set_interaction_type,
+)
+from tensordict.nn.probabilistic import interaction_type
 from torch import Tensor, nn
 from torch import distributions as D
 from torch.utils.hooks import RemovableHandle
@@ -426,7 +433,7 @@ class DualLossModule(BatchLoss):
         inputs, network = states.select(*self._actor_in_keys), self.actor_network
         with using(network, params):
             if self._network_dtype is None:
-                return network.get_dist(inputs)
+                return _distribution(network, inputs)
             with self._precision_of_networks():
                 parameters: Any = network.get_dist_params(inputs)
             return network.build_dist_from_params(parameters.apply(full_precision))
@@ -464,6 +471,17 @@ class DualLossModule(BatchLoss):
             bounds = (bound for bound, of_dual in self._bounds.items() if of_dual is dual)
             renamed |= dict.fromkeys(bounds, f"duals.{name}.epsilon")
         return {renamed.get(key, key): value for key, value in state_dict.items()}
+
+
+def _distribution(
+    network: ProbabilisticTensorDictSequential, inputs: TensorDictBase
+) -> D.Distribution:
+    """``network.get_dist(inputs)``, with less around it for a network and its distribution."""
+    first, *rest = network.module
+    if len(rest) != 1 or not isinstance(rest[0], ProbabilisticTensorDictModule):
+        return network.get_dist(inputs)
+    with set_interaction_type(interaction_type() or rest[0].default_interaction_type):
+        return rest[0].get_dist(first(inputs))
 
 
 def _upgrade_before_loading(

@@ -14,7 +14,7 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from minerva_torchrl.trainers.tracing import Backend, Origin, TracedFunction, kind_of
+from minerva_torchrl.trainers.tracing import Backend, Origin, TracedFunction, kind_of, replayed
 
 __all__ = ["CompiledGradients", "Evaluation", "clip_gradients", "sum_of_losses", "why_not"]
 
@@ -50,7 +50,9 @@ class CompiledGradients:
 
     Args:
         mode (str): mode of ``torch.compile``. Defaults to ``"default"``.
-        backend (str): backend of ``torch.compile``. Defaults to ``"inductor"``.
+        backend (str): backend of ``torch.compile``. Defaults to ``"inductor"``. With ``"recorded"``
+            nothing is compiled: the recorded operations are called again, one after the other,
+            which gives the eager update's numbers to the last bit without its Python.
 
     Examples:
         >>> from tensordict import TensorDict
@@ -75,6 +77,8 @@ class CompiledGradients:
         self.backend = backend
         self.announce: Callable[[str], None] = lambda line: None
         """Is told when a compilation begins and ends."""
+        self.one_graph = backend != "recorded"
+        """Whether a graph costs so much that one should serve updates with and without metrics."""
         self._graphs: dict[Any, _Graph] = {}
         self._looked_at: set[Any] = set()
         self._compilations: dict[Any, int] = {}
@@ -117,6 +121,8 @@ class CompiledGradients:
                 f"{type(loss).__name__} would be compiled for the {count}th time, because "
                 f"{changed} changes from update to update. Make it a buffer, or don't compile."
             )
+        if self.backend == "recorded":
+            return _Graph(loss, batch, method, groups, replayed)
         self.announce("compiling the update, which takes up to a minute")
         start = time.perf_counter()
         with _signals_wait():
@@ -200,7 +206,10 @@ def _evaluate(
 @torch.no_grad()
 def clip_gradients(gradients: list[Tensor], clip: float | None) -> Tensor:
     """Scale gradients, in place, to a joint norm of at most ``clip``; returns their norm."""
-    norm = nn.utils.get_total_norm(gradients)
+    if len({(x.dtype, x.device) for x in gradients}) == 1:
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+    else:
+        norm = nn.utils.get_total_norm(gradients)
     if clip is not None and gradients:
         torch._foreach_mul_(gradients, (clip / (norm + 1e-6)).clamp(max=1.0))
     return norm
