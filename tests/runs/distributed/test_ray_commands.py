@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import re
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -20,28 +17,10 @@ from torch.cuda import device_count as cuda_devices
 
 from minerva_torchrl.runs import ConfigError, open_checkpoint
 from tests.runs.distributed.cluster import SMALL
-from tests.runs.tiny import EXAMPLES, arguments, column, dotted, make_run, tiny_config
+from tests.runs.distributed.commands import PATIENCE, start
+from tests.runs.tiny import arguments, column, dotted, make_run, tiny_config
 
 pytestmark = pytest.mark.ray
-
-PATIENCE = 600.0
-
-
-def start(folder: Path, *command: str) -> subprocess.Popen[str]:
-    root = EXAMPLES.parent
-    path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):  # as a user would start it
-        environment.pop(name, None)
-    return subprocess.Popen(
-        [sys.executable, str(EXAMPLES / "mpo_dmc.py"), *command],
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
 
 
 def test_killed_and_resumed(tmp_path: Path) -> None:
