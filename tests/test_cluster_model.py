@@ -55,7 +55,7 @@ def test_costs_are_those_of_the_runs() -> None:
         {**measured, "collectors": 3, "collecting_ms": 200, "noting_ms": 2, "publishing_ms": 5},
     ]
     two = {**rows[0], "update_ms": 12.0}
-    others = {name: 1e-9 for name in ("replay_frame", "replay_part", "replay_sample")}
+    others = dict.fromkeys(("replay_frame", "replay_part", "replay_sample"), 1e-09)
     sizes = {"frame_bytes": 1.0, "batch_bytes": 1.0, "weight_bytes": 1.0}
     costs = costs_of(rows, two, **others, **sizes)
     parts = seconds_per_batch(costs, 1)

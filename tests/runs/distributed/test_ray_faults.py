@@ -61,12 +61,12 @@ def test_back_to_the_last_checkpoint(tmp_path: Path) -> None:
     """A learner is lost, and then, in the run that goes on, the replay service."""
     config = tiny_config("mpo", **STORING, ray__learners=2)
     run = make_run(config, tmp_path, callbacks=[At(160, kill_learner)])
-    with pytest.raises(WorkersLost, match="^a learner was lost.$"):
+    with pytest.raises(WorkersLost, match=r"^a learner was lost\.$"):
         run.train()
     assert open_checkpoint(tmp_path).frames == run.saved_frames == 100
     again = make_resumed(tmp_path, callbacks=[At(160, kill_replay)], ray__learners=1)
     assert (again.frames, again.updates) == (100, 8)
-    with pytest.raises(WorkersLost, match="^the replay service was lost.$"):
+    with pytest.raises(WorkersLost, match=r"^the replay service was lost\.$"):
         again.train()
     assert open_checkpoint(tmp_path).frames == again.saved_frames == 100
     last = make_resumed(tmp_path, callbacks=[At(10**6, kill_replay)])
