@@ -73,6 +73,7 @@ def assemble(
     parts: UserParts | None = None,
     *,
     make_collector: Callable[[TransformedEnv, LossModule], BaseCollector] | None = None,
+    prepare_env: Callable[[TransformedEnv], Any] | None = None,
 ) -> Assembly:
     """Everything that a run of these settings trains with.
 
@@ -84,6 +85,7 @@ def assemble(
     Keyword Args:
         make_collector (callable, optional): makes another collector for the trainer, from the
             environment and the loss.
+        prepare_env (callable, optional): called with the environment before its first step.
 
     Returns:
         Its parts, seeded with ``config.seed``.
@@ -97,6 +99,8 @@ def assemble(
     np.random.seed(config.seed)
     keep_freed_memory()
     env = make_training_env(config, parts)
+    if prepare_env is not None:
+        prepare_env(env)
     problems = list(config.problems_with_episodes(env.base_env.step_limit))
     if problems:
         raise ConfigError(problems)
