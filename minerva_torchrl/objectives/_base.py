@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from difflib import get_close_matches
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
@@ -33,37 +32,11 @@ from minerva_torchrl.objectives.duals import (
     Temperature,
 )
 from minerva_torchrl.objectives.goals import MAIN_OBJECTIVE
+from minerva_torchrl.objectives.precision import full_precision, in_full_precision
 from minerva_torchrl.objectives.specs import keys_without
 from minerva_torchrl.objectives.swapping import using
 
-_Method = TypeVar("_Method", bound=Callable[..., Any])
 _ESTIMATOR_PREFIX = "_value_estimator."
-
-
-def in_full_precision(method: _Method) -> _Method:
-    """Make a method of a loss evaluate its equations in float32 under autocast.
-
-    Only the networks run in the lower precision. What they return is float32 from there on.
-    """
-
-    @functools.wraps(method)
-    def wrapped(self: DualLossModule, *args: Any, **kwargs: Any) -> Any:
-        device = self._device_type
-        if device == "meta" or not torch.is_autocast_enabled(device):
-            return method(self, *args, **kwargs)
-        self._network_dtype = torch.get_autocast_dtype(device)
-        try:
-            with torch.autocast(device, enabled=False):
-                return method(self, *args, **kwargs)
-        finally:
-            self._network_dtype = None
-
-    return wrapped  # type: ignore[return-value]
-
-
-def full_precision(x: Tensor) -> Tensor:
-    """A tensor of half precision in float32, any other as it is."""
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 class DualLossModule(BatchLoss):

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from torch import distributions as D
 from torchrl.data.tensor_specs import TensorSpec
 
-from minerva_torchrl.objectives._base import in_full_precision
 from minerva_torchrl.objectives._off_policy import of_objective
 from minerva_torchrl.objectives._target_networks import TargetNetworksLoss
 from minerva_torchrl.objectives.checks import check_choice, check_count, check_positive
@@ -25,6 +24,7 @@ from minerva_torchrl.objectives.goals import (
     resolve_objectives,
 )
 from minerva_torchrl.objectives.policies import resolve_penalization
+from minerva_torchrl.objectives.precision import in_full_precision
 from minerva_torchrl.objectives.reductions import masked_mean, masked_means
 
 __all__ = ["MPOLoss"]

@@ -13,12 +13,12 @@ from torch import distributions as D
 from torchrl.data.tensor_specs import TensorSpec
 
 from minerva_torchrl.objectives import functional as F
-from minerva_torchrl.objectives._base import in_full_precision
 from minerva_torchrl.objectives._on_policy import OnPolicyLoss
 from minerva_torchrl.objectives.checks import check_choice, check_fraction
 from minerva_torchrl.objectives.critics import Critic
 from minerva_torchrl.objectives.e_steps import VMPOEStep
 from minerva_torchrl.objectives.goals import MAIN_OBJECTIVE
+from minerva_torchrl.objectives.precision import in_full_precision
 from minerva_torchrl.objectives.reductions import masked_mean, masked_std, weighted, weights_kl
 
 __all__ = ["VMPOLoss"]
