@@ -86,7 +86,7 @@ ALL = (
     ),
     Runs("discrete", "mpo", ("gym:CartPole-v1", "gym:Acrobot-v1"), 30_000),
     *(
-        Runs("estimators", "mpo", ("walker-walk", "cheetah-run"), 50_000, variant=name, settings=s)
+        Runs("estimators", "mpo", ("walker-walk", "cheetah-run"), 40_000, variant=name, settings=s)
         for name, s in {
             "5_step": {},
             "td_lambda": {"loss.value_estimator": "td_lambda", **SEQUENCES},
