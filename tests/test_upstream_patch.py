@@ -47,6 +47,7 @@ def test_sources(pull: series.PullRequest) -> None:
     there = {path for earlier in so_far for path in patch.sources(earlier)}
     for path, text in patch.sources(pull).items():
         assert "minerva" not in text
+        assert not re.search(r"(from|import) tests[. ].*import|import tests", text)
         if path.suffix != ".py":
             continue
         assert text.startswith(port.HEADER)

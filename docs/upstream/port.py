@@ -121,6 +121,8 @@ def ported(text: str) -> str:
     for ours, theirs in SENTENCES.items():
         text = text.replace(ours, theirs)
     for ours, theirs in TEST_MODULES.items():
+        package, _, name = ours.rpartition(".")
+        text = text.replace(f"from {package} import {name}\n", f"import {theirs} as {name}\n")
         text = re.sub(rf"{re.escape(ours)}\b", theirs, text)
     for name, module in EXPORTS.items():
         text = re.sub(rf"~?minerva_torchrl\.(?:objectives\.)?{name}\b", f"~{module}.{name}", text)
