@@ -137,8 +137,16 @@ class CompiledGradients:
             return backend(graph, inputs)
         from torch._inductor import config, list_mode_options
 
-        # Random numbers are the draws of the eager update.
-        with config.patch({**list_mode_options(self.mode), "fallback_random": True}):
+        options = {
+            **list_mode_options(self.mode),
+            "fallback_random": True,  # the draws of the eager update
+            "size_asserts": False,  # shapes have been compared before
+            "alignment_asserts": False,
+            # What calls the kernels in C++, too, and all in one file, which is read by the C++
+            # compiler once.
+            "cpp_wrapper": all(x.device.type == "cpu" for x in (*inputs, *graph.buffers())),
+        }
+        with config.patch(options):
             return backend(graph, inputs)
 
 
@@ -158,7 +166,7 @@ class _Graph:
         self._has_gradient: list[bool] = []
 
         def evaluate(data: TensorDictBase) -> list[Tensor]:
-            losses, gradients, finite = _evaluate(call, groups, data)
+            losses, gradients, finite = _evaluate(call, groups, data, backend is not replayed)
             self._names = list(losses)
             self._has_gradient = [gradient is not None for gradient in gradients]
             return [finite, *losses.values(), *(x for x in gradients if x is not None)]
@@ -188,6 +196,7 @@ def _evaluate(
     call: Callable[[TensorDictBase], TensorDictBase],
     groups: Groups,
     batch: TensorDictBase,
+    fused: bool,
 ) -> Evaluation:
     """What is traced."""
     losses = call(batch)
@@ -198,15 +207,20 @@ def _evaluate(
     for group, clip in groups:
         end = start + len(group)
         of_group = [x for x in gradients[start:end] if x is not None]
-        finite = finite & clip_gradients(of_group, clip).isfinite()
+        finite = finite & clip_gradients(of_group, clip, fused=fused).isfinite()
         start = end
     return Evaluation({name: x.detach() for name, x in losses.items()}, gradients, finite)
 
 
 @torch.no_grad()
-def clip_gradients(gradients: list[Tensor], clip: float | None) -> Tensor:
-    """Scale gradients, in place, to a joint norm of at most ``clip``; returns their norm."""
-    if len({(x.dtype, x.device) for x in gradients}) == 1:
+def clip_gradients(gradients: list[Tensor], clip: float | None, *, fused: bool = False) -> Tensor:
+    """Scale gradients, in place, to a joint norm of at most ``clip``; returns their norm.
+
+    ``fused`` is for a compiler, which has no code of its own for the usual norm.
+    """
+    if fused and gradients:
+        norm = torch.stack([x.square().sum() for x in gradients]).sum().sqrt()
+    elif len({(x.dtype, x.device) for x in gradients}) == 1:
         norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
     else:
         norm = nn.utils.get_total_norm(gradients)
