@@ -106,8 +106,7 @@ class MPOLossConfig(LossConfig):
     0.5 from a policy of two or three actions."""
     epsilon_mean: float = 1e-2
     """Larger than in the papers, to make up for fewer updates."""
-    epsilon_stddev: float = 1e-5
-    """Larger than in the papers: with 1e-6 single steps of the optimiser exceed the bound."""
+    epsilon_stddev: float = MPOLoss.default_constraints["stddev"][0]
     epsilon_covariance: float | None
     epsilon_policy: float | None
     per_dim_constraining: bool = True
@@ -116,7 +115,7 @@ class MPOLossConfig(LossConfig):
     """With the 1e-3 of the papers many means leave the bounds (metric ``out_of_bounds``)."""
     init_temperature: float
     init_alpha_mean: float = MPOLoss.default_constraints["mean"][1]
-    init_alpha_stddev: float = 100.0
+    init_alpha_stddev: float = MPOLoss.default_constraints["stddev"][1]
     init_alpha_covariance: float | None
     init_alpha_policy: float | None
     init_penalty_temperature: float
