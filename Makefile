@@ -15,7 +15,7 @@ RAY_STAMP := $(VENV)/.installed-ray
 PYTEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-all test-ray campaign campaign-quick bench results-smoke report docs docs-serve upstream-patch check format clean
+.PHONY: help train test test-all test-ray test-matrix campaign campaign-quick bench results-smoke report docs docs-serve upstream-patch check format clean
 
 help: ## list the targets
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-14s  %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
@@ -31,6 +31,9 @@ test-all: $(STAMP) ## run the tests, slow ones included
 
 test-ray: $(RAY_STAMP) ## run the tests on a Ray cluster, which they start and stop (about ten minutes)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m ray tests/runs/distributed $(ARGS)
+
+test-matrix: $(STAMP) ## run the tests of losses and trainers with other versions, and say what was tried
+	@$(BIN)/python -m tests.matrix $(ARGS)
 
 campaign: $(STAMP) ## put the promises of docs/reliability.md to the test (at most 45 minutes)
 	@OMP_NUM_THREADS=1 $(BIN)/python -m tests.campaign --minutes 44 --jobs $(JOBS) $(ARGS)
@@ -68,7 +71,7 @@ format: $(STAMP) ## format the code and apply safe lint fixes
 
 clean: ## remove .venv, caches and build products (never results of runs)
 	@rm -rf docs/_build docs/auto_tutorials docs/api/generated
-	@rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	@rm -rf $(VENV) .matrix build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	@find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # The stamp exists only after a complete install. Without it the environment is made

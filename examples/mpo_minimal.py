@@ -33,21 +33,23 @@ torch.manual_seed(0)
 torch.set_num_threads(1)  # small networks: threads cost more than they bring
 env = DMControlEnv("cartpole", "balance")
 action_spec = env.action_spec.to(torch.float32)
-flatten = CatTensors(in_keys=["position", "velocity"], out_key="observation")
-clip = ClipTransform(in_keys_inv=["action"], low=-1.0, high=1.0)  # the raw action is stored
+bounds = {"low": action_spec.space.low, "high": action_spec.space.high}
+flatten = CatTensors(in_keys=list(env.observation_spec.keys()), out_key="observation")
+clip = ClipTransform(in_keys_inv=["action"], **bounds)  # the raw action is stored
 env = TransformedEnv(env, Compose(flatten, DoubleToFloat(), clip, InitTracker(), RewardSum()))
 env.set_seed(0)
+size, actions = env.observation_spec["observation"].shape[-1], action_spec.shape[-1]
 
 cells = {"num_cells": [256, 256], "activation_class": nn.ELU}
 cells |= {"norm_class": nn.LayerNorm, "norm_kwargs": {"normalized_shape": 256}}
-policy = nn.Sequential(MLP(5, 2, **cells), NormalParamExtractor("biased_softplus_0.5"))
+policy = nn.Sequential(MLP(size, 2 * actions, **cells), NormalParamExtractor("biased_softplus_0.5"))
 actor = ProbabilisticActor(
     TensorDictModule(policy, in_keys=["observation"], out_keys=["loc", "scale"]),
     in_keys=["loc", "scale"],
     spec=action_spec,
     distribution_class=IndependentNormal,
 )
-critic = ValueOperator(MLP(6, 1, **cells), in_keys=["observation", "action"])
+critic = ValueOperator(MLP(size + actions, 1, **cells), in_keys=["observation", "action"])
 
 loss = MPOLoss(actor, critic, epsilon_mean=1e-2).make_value_estimator(gamma=0.99)
 updater = HardUpdate(loss, value_network_update_interval=99)  # a copy every 100 updates

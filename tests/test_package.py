@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -32,3 +34,11 @@ def test_no_simulator_is_imported(name: str) -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert output.stdout.strip() == "set()"
+
+
+def test_one_version() -> None:
+    root = Path(__file__).parents[1]
+    version = re.escape(minerva_torchrl.__version__)
+    assert re.search(rf'^version = "{version}"$', (root / "pyproject.toml").read_text(), re.M)
+    assert re.search(rf"^version: {version}$", (root / "CITATION.cff").read_text(), re.M)
+    assert re.search(rf"^## \[{version}\]", (root / "CHANGELOG.md").read_text(), re.M)

@@ -1,4 +1,4 @@
-"""The wheel works without the checkout."""
+"""The release: what is built works without the checkout."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 import sysconfig
+import tarfile
 import venv
 import zipfile
 from pathlib import Path
@@ -17,12 +18,25 @@ pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder with the source archive, and the wheel that is built from it."""
+    pytest.importorskip("build")
     folder = tmp_path_factory.mktemp("dist")
-    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "-w", folder, ROOT]
-    subprocess.run(command, check=True)
-    [built] = folder.glob("*.whl")
-    return built
+    subprocess.run([sys.executable, "-m", "build", "--outdir", folder, ROOT], check=True)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def wheel(built: Path) -> Path:
+    [file] = built.glob("*.whl")
+    return file
+
+
+def test_source_archive(built: Path) -> None:
+    [file] = built.glob("*.tar.gz")
+    with tarfile.open(file) as archive:
+        names = {name.partition("/")[2] for name in archive.getnames()}
+    assert {"pyproject.toml", "README.md", "LICENSE", "minerva_torchrl/py.typed"} <= names
 
 
 def test_contents(wheel: Path) -> None:
@@ -34,9 +48,9 @@ def test_contents(wheel: Path) -> None:
 
 
 def test_trains_in_a_clean_environment(wheel: Path, tmp_path: Path) -> None:
-    """Dependencies are those of this environment, the package is the wheel's."""
+    """Dependencies are those of this environment, the package is installed from the wheel."""
     home = tmp_path / "venv"
-    venv.create(home, with_pip=False)
+    venv.create(home, with_pip=True)
     python = home / "bin" / "python"
     site = subprocess.run(
         [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
@@ -44,8 +58,8 @@ def test_trains_in_a_clean_environment(wheel: Path, tmp_path: Path) -> None:
         text=True,
         check=True,
     ).stdout.strip()
-    with zipfile.ZipFile(wheel) as archive:
-        archive.extractall(site)
+    install = [python, "-m", "pip", "install", "-q", "--no-deps", "--no-index", wheel]
+    subprocess.run(install, cwd=tmp_path, check=True)
     # A .pth file makes packages importable without running the .pth files beside them, among which
     # is that of the editable install of the checkout.
     (Path(site) / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")

@@ -41,21 +41,13 @@ from minerva_torchrl.runs.trust import code_in
 from minerva_torchrl.runs.video import require_video_support, write_video
 from minerva_torchrl.trainers import NonFiniteError
 
-__all__ = ["evaluate_main", "train", "train_main"]
+__all__ = ["run_evaluation", "run_training", "train"]
 
 # Training ----------------------------------------------------------------------------------------
 
 
-def train_main(algo: str, arguments: Sequence[str], *, config_dir: Path | None = None) -> None:
-    """What :func:`minerva_torchrl.runs.start.train_main` does after its first line.
-
-    Args:
-        algo (str): name of the algorithm.
-        arguments (sequence of str): settings and flags.
-
-    Keyword Args:
-        config_dir (Path, optional): folder with a file of settings.
-    """
+def run_training(algo: str, arguments: Sequence[str], *, config_dir: Path | None = None) -> None:
+    """What :func:`~minerva_torchrl.runs.train_main`, which describes it, does with PyTorch."""
     arguments = check_overrides(algo, arguments)
     register_configs(algo)
     folder = None if config_dir is None else str(config_dir.resolve())
@@ -209,15 +201,8 @@ def _last_lines(run: Run, summary: dict[str, Any]) -> list[str]:
 # Evaluation --------------------------------------------------------------------------------------
 
 
-def evaluate_main(arguments: Sequence[str] | None = None, *, prog: str | None = None) -> None:
-    """Evaluate the policy of a run as the command line says.
-
-    Args:
-        arguments (sequence of str, optional): defaults to those of the command line.
-
-    Keyword Args:
-        prog (str, optional): how the help calls the program.
-    """
+def run_evaluation(arguments: Sequence[str] | None = None, *, prog: str | None = None) -> None:
+    """What :func:`~minerva_torchrl.runs.evaluate_main`, which describes it, does with PyTorch."""
     args = _evaluation_arguments(arguments, prog)
     try:
         _evaluate(args)

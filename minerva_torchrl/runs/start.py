@@ -44,7 +44,7 @@ def train_main(
             given = _announce(algo, given, config_dir)
         from minerva_torchrl.runs import cli
 
-        cli.train_main(algo, given, config_dir=config_dir)
+        cli.run_training(algo, given, config_dir=config_dir)
 
 
 def evaluate_main(arguments: Sequence[str] | None = None, *, prog: str | None = None) -> None:
@@ -65,7 +65,7 @@ def evaluate_main(arguments: Sequence[str] | None = None, *, prog: str | None = 
     with quiet_interrupts():
         from minerva_torchrl.runs import cli
 
-        cli.evaluate_main(arguments, prog=prog)
+        cli.run_evaluation(arguments, prog=prog)
 
 
 def first_line(config: RunConfig, run_dir: Path | str, *, resumed: bool = False) -> str:

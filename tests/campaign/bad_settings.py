@@ -22,7 +22,7 @@ from hydra.core.global_hydra import GlobalHydra
 
 from minerva_torchrl.algorithms import ALGORITHMS
 from minerva_torchrl.runs import ConfigError, Run, parse_config
-from minerva_torchrl.runs.cli import train_main
+from minerva_torchrl.runs.cli import run_training
 from tests.campaign.case import Case
 from tests.runs.tiny import COMMON, MPO, PPO, VMPO, nested
 
@@ -253,7 +253,7 @@ def _try_command(algo: str, arguments: list[str], message: str, folder: Path) ->
     status: Any = "none"
     try:
         with contextlib.redirect_stderr(errors):
-            train_main(algo, [*small, *arguments])
+            run_training(algo, [*small, *arguments])
     except SystemExit as end:
         status = end.code
     finally:
