@@ -22,6 +22,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -172,7 +173,7 @@ def measure_sizes() -> dict[str, float]:
 
     with filled_buffer() as assembly:
         buffer = assembly.replay_buffer
-        stored = buffer[: len(buffer)]
+        stored = buffer[: len(buffer)].clone()  # or all of the storage would count
         return {
             "frame_bytes": len(pickle.dumps(stored)) // len(stored),
             "batch_bytes": len(pickle.dumps(buffer.sample())),
@@ -191,18 +192,19 @@ def measure_replay(calls: int = 200) -> dict[str, float]:
 
     with filled_buffer() as assembly:
         buffer = assembly.replay_buffer
-        data = buffer[:FRAMES_PER_BATCH].contiguous()
+        data = buffer[:FRAMES_PER_BATCH].clone()
         service = ReplayService(buffer, 1)
         try:
             actor = service._rb
             ray.get(actor.extend.remote(data))
             sizes = (10, FRAMES_PER_BATCH)
-            stored = [_busy(lambda part=data[:n]: actor.extend.remote(part), calls) for n in sizes]  # type: ignore[misc]
+            parts = [data[:size].clone() for size in sizes]
+            stored = [_busy(partial(actor.extend.remote, part), calls) for part in parts]
             per_frame = max(stored[1] - stored[0], 0.0) / (sizes[1] - sizes[0])
             return {
                 "replay_frame": per_frame,
                 "replay_part": stored[0] - sizes[0] * per_frame,
-                "replay_sample": _busy(lambda: actor.sample.remote(128), calls),
+                "replay_sample": _busy(partial(actor.sample.remote, 128), calls),
             }
         finally:
             service.close()

@@ -9,6 +9,13 @@ from typing import Any
 import pytest
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Ray leaves sockets open for the garbage collector, which comes in any test."""
+    for item in items:
+        if item.get_closest_marker("ray") is not None:
+            item.add_marker(pytest.mark.filterwarnings("ignore:unclosed <socket:ResourceWarning"))
+
+
 @pytest.fixture(scope="session")
 def cluster() -> Iterator[Any]:
     """A Ray cluster on this machine with one node of eight processors, or that of RAY_ADDRESS."""

@@ -37,7 +37,7 @@ def assert_report_has(folder: Path, runs: int) -> None:
 
 @pytest.mark.parametrize(
     ("launcher", "options"),
-    [("joblib", ["hydra.launcher.n_jobs=2"]), ("ray", ["hydra.launcher.ray.init.num_cpus=2"])],
+    [("joblib", ["hydra.launcher.n_jobs=2"]), ("ray", ["+hydra.launcher.ray.init.num_cpus=2"])],
 )
 def test_side_by_side(launcher: str, options: list[str], tmp_path: Path) -> None:
     pytest.importorskip(f"hydra_plugins.hydra_{launcher}_launcher")
