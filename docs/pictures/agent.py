@@ -5,7 +5,7 @@
 Needs OpenGL, as videos do. Prints the return of the episode, which is of the deterministic policy.
 cheetah-run.gif (return 383) is of
 
-    python examples/vmpo_dmc.py env.name=cheetah-run total_frames=200_000 optim.lr_alpha=0.05 seed=100
+    python examples/vmpo_dmc.py env.name=cheetah-run total_frames=200_000 seed=100
     python docs/pictures/agent.py runs/... docs/pictures/cheetah-run.gif --rate 100
 """
 
