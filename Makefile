@@ -94,6 +94,6 @@ $(DOCS_STAMP): $(STAMP)
 	@touch $@
 
 $(RAY_STAMP): $(STAMP)
-	@echo "installing Ray into $(VENV) ..."
-	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[dev,ray]"
+	@echo "installing Ray and what sweeps need into $(VENV) ..."
+	@$(BIN)/python -m pip install -qq --disable-pip-version-check -c constraints.txt -e ".[dev,ray,sweep]"
 	@touch $@

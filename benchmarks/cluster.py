@@ -1,12 +1,12 @@
-"""What a run on a Ray cluster costs beside a local one, and a model of larger clusters.
+"""What a run on a Ray cluster costs beside a local one, on this machine.
 
-    python benchmarks/cluster.py                 # measures on this machine, then prints the model
-    python benchmarks/cluster.py --sleep 0.01    # simulators that wait 10 ms per step
-    python benchmarks/cluster.py --model         # the model only, with the figures below
+    python benchmarks/cluster.py                         # local, 1 and 2 collectors
+    python benchmarks/cluster.py --costs costs.json      # what the model is made of, too
+    python benchmarks/cluster.py --check points.json     # the model against simulators that sleep
 
 MPO, networks 256-256, batches of 128, an update for every two frames. The simulator is Pendulum,
-which with ``--sleep`` is as slow as one likes without using the processors: so that two of them
-can carry several collectors, and the model can be checked against them.
+which sleeps if it is told to: so it is as slow as one likes without using the processors, two of
+them can carry several collectors, and the model of ``cluster_model.py`` can be checked.
 """
 
 from __future__ import annotations
@@ -14,101 +14,25 @@ from __future__ import annotations
 import argparse
 import io
 import json
+import os
 import pickle
+import secrets
 import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-FRAMES_PER_BATCH = 200
-UPDATES_PER_FRAME = 0.5
-WARMUP = 600
+import numpy as np
+from cluster_model import FRAMES_PER_BATCH, HERE, UPDATES_PER_FRAME, Costs, seconds_per_batch
 
-
-@dataclass(frozen=True)
-class Costs:
-    """Seconds and bytes that a model of a cluster is made of."""
-
-    frame: float
-    """A collector, per frame: simulator and policy."""
-    part: float
-    """A collector, per part of a batch: storing it, and being asked for it."""
-    update: float
-    """The learners, per update, with one of them: drawing the batch included."""
-    exchange: float
-    """The learners, per update and further learner: exchange of gradients."""
-    driver: float
-    """The driver, per batch, whatever the number of collectors."""
-    publication: float
-    """The driver, per batch and collector: weights, statistics, reports."""
-    replay_frame: float
-    """The replay service, per frame: storing it."""
-    replay_part: float
-    """The replay service, per part of a batch."""
-    replay_sample: float
-    """The replay service, per batch drawn, of 128 transitions."""
-    frame_bytes: float
-    """Of a stored transition."""
-    batch_bytes: float
-    """Of a batch drawn."""
-    weight_bytes: float
-    """Of the weights of the policy."""
-    bandwidth: float = 1.25e8
-    """Bytes per second that reach the node of the replay service: a gigabit network."""
-
-
-def seconds_per_batch(
-    costs: Costs, collectors: int, learners: int = 1, *, sync: bool = True, copies: int = 1
-) -> dict[str, float]:
-    """Seconds that each part of a cluster needs for a batch, by name, and ``total``.
-
-    Args:
-        costs (Costs): measured.
-        collectors (int): how many.
-        learners (int): how many.
-
-    Keyword Args:
-        sync (bool): whether collection waits for learning.
-        copies (int): how many batches' frames are collected at once: larger clusters have larger
-            batches, of ``copies`` times as many frames.
-    """
-    frames = FRAMES_PER_BATCH * copies
-    updates = UPDATES_PER_FRAME * frames
-    collecting = frames / collectors * costs.frame + costs.part
-    per_update = costs.update / learners + costs.exchange * (learners > 1)
-    learning = updates * per_update
-    driving = costs.driver + collectors * costs.publication
-    replay = (
-        frames * costs.replay_frame
-        + collectors * costs.replay_part
-        + updates * (costs.replay_sample + (learners - 1) * costs.replay_part)
-    )
-    moved = frames * costs.frame_bytes + updates * costs.batch_bytes
-    moved += collectors * costs.weight_bytes
-    network = moved / costs.bandwidth
-    parts = {
-        "collecting": collecting,
-        "learning": learning,
-        "driver": driving,
-        "replay": replay,
-        "network": network,
-    }
-    # Drawing from the replay service and the network are hidden behind updates, unless slower.
-    behind = max(learning, replay, network)
-    total = collecting + behind + driving if sync else max(collecting, behind + driving)
-    return {**parts, "total": total}
-
-
-def frames_per_second(costs: Costs, collectors: int, learners: int = 1, **options: Any) -> float:
-    """Frames per second of a cluster, by the model."""
-    copies = options.get("copies", 1)
-    total = seconds_per_batch(costs, collectors, learners, **options)["total"]
-    return FRAMES_PER_BATCH * copies / total
-
-
-# Measurements ------------------------------------------------------------------------------------
+WARMUP = 400
+UNTIMED = 3
+"""Batches before the first that is timed: those of the warm-up, and the first with updates."""
+SLEEP = 1e-2
 
 
 class Sleepy:
@@ -119,17 +43,17 @@ class Sleepy:
 
         class Slow(gymnasium.Wrapper):  # type: ignore[type-arg]
             def step(self, action: Any) -> Any:
-                time.sleep(seconds)
+                if seconds:
+                    time.sleep(seconds)
                 return self.env.step(action)
 
         return Slow(gymnasium.make("Pendulum-v1"))
 
 
-def settings(collectors: int, sleep: float, frames: int, address: str | None) -> dict[str, Any]:
+def settings(sleep: float = 0.0, batches: int = 10, **ray: Any) -> dict[str, Any]:
     """Those of a run; without collectors it is a local one."""
-    ray = {"collectors": collectors, "address": address} if collectors else {}
     return {
-        "total_frames": frames,
+        "total_frames": (UNTIMED + batches) * FRAMES_PER_BATCH,
         "env": {"name": "sleepy", "factory": "cluster:Sleepy", "kwargs": {"seconds": sleep}},
         "collector": {"frames_per_batch": FRAMES_PER_BATCH},
         "replay_buffer": {"warmup_frames": WARMUP, "size": 100_000},
@@ -142,182 +66,257 @@ def settings(collectors: int, sleep: float, frames: int, address: str | None) ->
     }
 
 
+# Runs --------------------------------------------------------------------------------------------
+
+
 class Clock:
-    """Adds up the time that calls of a method take."""
+    """Notes how long calls of a method took, and when they ended."""
 
-    def __init__(self) -> None:
-        self.seconds, self.calls = 0.0, 0
-
-    def watch(self, owner: Any, name: str) -> None:
-        method = getattr(owner, name)
+    def __init__(self, owner: Any, name: str) -> None:
+        self.calls: list[tuple[float, float]] = []
+        method: Callable[..., Any] = getattr(owner, name)
 
         def timed(*args: Any, **kwargs: Any) -> Any:
             start = time.perf_counter()
             try:
                 return method(*args, **kwargs)
             finally:
-                self.seconds += time.perf_counter() - start
-                self.calls += 1
+                end = time.perf_counter()
+                self.calls.append((end, end - start))
 
         setattr(owner, name, timed)
 
-    @property
-    def mean(self) -> float:
-        return self.seconds / max(self.calls, 1)
+    def seconds(self, start: float, end: float) -> float:
+        """What calls took that ended between two moments."""
+        return sum(taken for when, taken in self.calls if start < when <= end)
 
 
-def measure(
-    collectors: int, *, sleep: float, frames: int, address: str | None, sync: bool = True
-) -> dict[str, float]:
-    """Times of a run, from the first batch after the warm-up to the last.
+def measure(sleep: float = 0.0, batches: int = 10, **ray: Any) -> dict[str, Any]:
+    """Where the time of a batch goes, from the first that is timed to the last.
 
     Args:
-        collectors (int): how many; 0 is a local run.
-
-    Keyword Args:
         sleep (float): seconds that a step of the simulator takes besides.
-        frames (int): frames of the run.
-        address (str, optional): of a cluster.
-        sync (bool): whether collection waits for learning.
+        batches (int): how many are timed.
+        **ray: the section ``ray`` of the settings; without ``collectors`` the run is a local one.
     """
-    from minerva_torchrl.runs import Callback, Run, parse_config
+    from minerva_torchrl.runs import Run, parse_config
 
-    given = settings(collectors, sleep, frames, address)
-    if collectors:
-        given["ray"]["sync"] = sync
-    stamps: list[tuple[int, float]] = []
-
-    class Stamps(Callback):
-        def on_batch(self, run: Run, batch: Any) -> None:
-            stamps.append((run.frames, time.perf_counter()))
-
+    stamps: list[float] = []
+    clocks: dict[str, Clock] = {}
+    reports: list[tuple[float, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        run = Run(
-            parse_config("mpo", given),
-            Path(folder) / "run",
-            callbacks=[Stamps()],
-            stream=io.StringIO(),
-        )
-        run.callbacks[0].on_update = lambda *_: None  # type: ignore[method-assign]
+        config = parse_config("mpo", settings(sleep, batches, **ray))
+        begun = time.perf_counter()
+        run = Run(config, Path(folder) / "run", stream=io.StringIO())
         trainer: Any = run.assembly.trainer
-        learning, publishing = Clock(), Clock()
-        reports: list[Any] = []
-        if collectors:
-            learning.watch(trainer._execution_backend, "step")
-            publishing.watch(trainer, "_publish")
+        trainer.register_op("post_steps", lambda: stamps.append(time.perf_counter()))
+        if config.ray.collectors:
+            clocks["learning"] = Clock(trainer._execution_backend, "step")
+            clocks["publishing"] = Clock(trainer, "_publish")
+            clocks["noting"] = Clock(trainer, "_note")
             note = trainer._note
-            trainer._note = lambda batch: (reports.extend(batch), note(batch))
+
+            def note_reports(batch: list[Any]) -> None:
+                reports.extend((time.perf_counter(), report) for report in batch)
+                note(batch)
+
+            trainer._note = note_reports
         else:
-            learning.watch(trainer, "optim_steps")
+            clocks["learning"] = Clock(trainer, "optim_steps")
         run.train()
-    begin = next(i for i, (count, _) in enumerate(stamps) if count >= WARMUP + FRAMES_PER_BATCH)
-    (first, start), (last, end) = stamps[begin], stamps[-1]
-    updates = UPDATES_PER_FRAME * FRAMES_PER_BATCH
+    start, end = stamps[UNTIMED - 1], stamps[-1]
+    each = {name: clock.seconds(start, end) / batches for name, clock in clocks.items()}
+    total = (end - start) / batches
+    timed = [report for when, report in reports if start < when <= end]
     result = {
-        "collectors": collectors,
-        "frames_per_second": (last - first) / (end - start),
-        "batch_ms": 1e3 * (end - start) / (last - first) * FRAMES_PER_BATCH,
-        "update_ms": 1e3 * learning.mean / updates,
+        "collectors": config.ray.collectors,
+        "learners": config.ray.learners if config.ray.collectors else 0,
+        "sync": config.ray.sync,
+        "sleep": sleep,
+        "frames_per_second": FRAMES_PER_BATCH / total,
+        "updates_per_second": FRAMES_PER_BATCH * UPDATES_PER_FRAME / total,
+        "batch_ms": 1e3 * total,
+        **{f"{name}_ms": 1e3 * seconds for name, seconds in each.items()},
+        "collecting_ms": 1e3 * (total - sum(each.values())),
+        "update_ms": 1e3 * each["learning"] / (FRAMES_PER_BATCH * UPDATES_PER_FRAME),
+        "start_s": stamps[0] - begun,
     }
-    if collectors:
-        late = reports[len(reports) // 2 :]
-        actions = sum(report.frames for report in late)
-        result |= {
-            "frame_ms": 1e3 * sum(report.seconds[0] for report in late) / actions,
-            "store_ms": 1e3 * sum(report.seconds[1] for report in late) / len(late),
-            "publish_ms": 1e3 * publishing.mean,
-        }
-    return result
+    if timed:
+        frames = sum(report.frames for report in timed)
+        result["frame_ms"] = 1e3 * sum(report.seconds[0] for report in timed) / frames
+        result["store_ms"] = 1e3 * sum(report.seconds[1] for report in timed) / len(timed)
+    return {name: round(value, 3) for name, value in result.items()}
 
 
-def sizes() -> dict[str, int]:
-    """Bytes of a stored transition, of a batch drawn and of the weights of the policy."""
-    from tensordict import TensorDict
+# Single costs ------------------------------------------------------------------------------------
 
+
+@contextmanager
+def filled_buffer() -> Iterator[Any]:
+    """What a local run consists of, with some batches in its replay buffer."""
     from minerva_torchrl.runs import parse_config
     from minerva_torchrl.runs.assemble import assemble
 
-    given = settings(0, 0.0, 10_000, None)
-    assembly = assemble(parse_config("mpo", given))
+    assembly = assemble(parse_config("mpo", settings()))
     trainer: Any = assembly.trainer
     for _, batch in zip(range(3), assembly.collector, strict=False):
         trainer.memory.extend(batch)
-    assert assembly.replay_buffer is not None
-    stored = assembly.replay_buffer[: len(assembly.replay_buffer)]
-    weights = TensorDict.from_module(assembly.actor).data
-    result = {
-        "frame_bytes": len(pickle.dumps(stored)) // len(stored),
-        "batch_bytes": len(pickle.dumps(assembly.replay_buffer.sample())),
-        "weight_bytes": len(pickle.dumps(weights)),
-    }
-    assembly.shutdown()
-    return result
+    try:
+        yield assembly
+    finally:
+        assembly.shutdown()
+
+
+def measure_sizes() -> dict[str, float]:
+    """Bytes of a stored transition, of a batch drawn and of the weights of the policy."""
+    from tensordict import TensorDict
+
+    with filled_buffer() as assembly:
+        buffer = assembly.replay_buffer
+        stored = buffer[: len(buffer)].clone()  # or all of the storage would count
+        return {
+            "frame_bytes": len(pickle.dumps(stored)) // len(stored),
+            "batch_bytes": len(pickle.dumps(buffer.sample())),
+            "weight_bytes": len(pickle.dumps(TensorDict.from_module(assembly.actor).data)),
+        }
+
+
+def measure_replay(calls: int = 200) -> dict[str, float]:
+    """Seconds of the replay service per frame, per call that stores and per batch drawn.
+
+    Many calls are sent at once, so that what counts is how long the service itself is busy.
+    """
+    import ray
+
+    from minerva_torchrl.runs.distributed.replay import ReplayService
+
+    with filled_buffer() as assembly:
+        buffer = assembly.replay_buffer
+        data = buffer[:FRAMES_PER_BATCH].clone()
+        service = ReplayService(buffer, 1)
+        try:
+            actor = service._rb
+            ray.get(actor.extend.remote(data))
+            sizes = (10, FRAMES_PER_BATCH)
+            parts = [data[:size].clone() for size in sizes]
+            stored = [_busy(partial(actor.extend.remote, part), calls) for part in parts]
+            per_frame = max(stored[1] - stored[0], 0.0) / (sizes[1] - sizes[0])
+            return {
+                "replay_frame": per_frame,
+                "replay_part": stored[0] - sizes[0] * per_frame,
+                "replay_sample": _busy(partial(actor.sample.remote, 128), calls),
+            }
+        finally:
+            service.close()
+
+
+def _busy(call: Callable[[], Any], calls: int) -> float:
+    """Seconds per call, of many at once: the median of five rounds."""
+    import ray
+
+    rounds = []
+    for _ in range(5):
+        start = time.perf_counter()
+        ray.get([call() for _ in range(calls // 5)])
+        rounds.append((time.perf_counter() - start) / (calls // 5))
+    return float(np.median(rounds))
+
+
+def costs_of(rows: list[dict[str, Any]], two_learners: dict[str, Any], **others: float) -> Costs:
+    """What the model is made of.
+
+    Args:
+        rows (list): of runs with several numbers of collectors, the first of which has one.
+        two_learners (dict): of a run with one collector and two learners.
+        **others: of the replay service, and sizes.
+    """
+    one = rows[0]
+    # What is not learning or collecting, over the number of collectors.
+    slope, offset = np.polyfit(
+        [row["collectors"] for row in rows],
+        [row["noting_ms"] + row["publishing_ms"] for row in rows],
+        1,
+    )
+    slope = max(float(slope), 0.0)
+    update = one["update_ms"]
+    return Costs(
+        frame=one["frame_ms"] / 1e3,
+        part=(one["collecting_ms"] - FRAMES_PER_BATCH * one["frame_ms"]) / 1e3,
+        update=update / 1e3,
+        exchange=(two_learners["update_ms"] - update / 2) / 1e3,
+        driver=float(offset) / 1e3,
+        publication=slope / 1e3,
+        **others,
+    )
+
+
+def check(costs: Costs, *, sync: bool, sleep: float, batches: int) -> Iterator[dict[str, Any]]:
+    """Runs with 1, 2 and 4 collectors and simulators that sleep, beside what the model says."""
+    slow = replace(costs, frame=costs.frame + sleep)
+    for collectors in (1, 2, 4):
+        row = measure(sleep, batches, collectors=collectors, sync=sync)
+        predicted = FRAMES_PER_BATCH / seconds_per_batch(slow, collectors, sync=sync)["total"]
+        row["predicted"] = round(predicted, 3)
+        row["measured_over_predicted"] = round(row["frames_per_second"] / predicted, 3)
+        yield row
 
 
 # Command -----------------------------------------------------------------------------------------
 
-# Two processors, ray 2.60, single runs beside other work. Measured with TorchRL's own trainer and
-# small networks (64-64, batches of 256): an update with one learner 14 ms and with two 25 ms, a
-# call of the replay service that stores 1000 frames (66 kB) 5 ms, of which 1 ms is the storing, one
-# that draws 256 of them 4.3 ms, a publication of weights 6 to 12 ms. Assumed, not measured: a
-# simulator of 10 ms per frame, and how publication and the driver's work share those 12 ms.
-HERE = Costs(
-    frame=1.0e-2,
-    part=5.0e-3,
-    update=1.4e-2,
-    exchange=1.8e-2,
-    driver=1.0e-2,
-    publication=1.0e-3,
-    replay_frame=1.0e-6,
-    replay_part=1.0e-3,
-    replay_sample=2.0e-3,
-    frame_bytes=66,
-    batch_bytes=17_000,
-    weight_bytes=20_000,
-)
+
+@contextmanager
+def cluster(address: str | None) -> Iterator[None]:
+    """A connection for all runs: to a cluster, or to one on this machine."""
+    os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # before Ray is imported
+    import ray
+
+    own = {
+        "address": "local",
+        "num_cpus": 12,
+        "include_dashboard": False,
+        "object_store_memory": 512 * 1024**2,
+        "_node_ip_address": "127.0.0.1",
+        "_system_config": {"worker_niceness": 0},
+    }
+    ray.init(log_to_driver=False, **(own if address is None else {"address": address}))
+    try:
+        yield
+    finally:
+        ray.shutdown()
 
 
-def model_lines(costs: Costs) -> Iterator[str]:
-    """The model as a table: frames per second, and what takes the longest."""
-    yield "collectors  sync, 1 learner   async, 1 learner   async, 8 GPUs*, large batches"
-    quick = replace(costs, update=costs.update / 10, exchange=costs.exchange / 10)
-    for collectors in (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1000):
-        cells = []
-        for options, chosen in (
-            ({"sync": True}, costs),
-            ({"sync": False}, costs),
-            ({"sync": False, "learners": 8, "copies": 10}, quick),
-        ):
-            parts = seconds_per_batch(chosen, collectors, **options)  # type: ignore[arg-type]
-            rate = frames_per_second(chosen, collectors, **options)  # type: ignore[arg-type]
-            parts.pop("total")
-            cells.append(f"{rate:8.0f} {max(parts, key=lambda name: parts[name]):10}")
-        yield f"{collectors:10}  " + "  ".join(cells)
-    yield "* ten times quicker than the learner measured, and batches of ten times as many frames"
+def show(row: dict[str, Any]) -> dict[str, Any]:
+    print(json.dumps(row), flush=True)
+    return row
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--sleep", type=float, default=0.0, help="seconds per simulator step (0)")
-    parser.add_argument("--frames", type=int, default=3000, help="frames per run (3000)")
-    parser.add_argument("--collectors", type=int, nargs="*", default=[0, 1, 2])
-    parser.add_argument("--address", help="of a cluster; by default one is started for each run")
-    parser.add_argument("--async", dest="sync", action="store_false", help="collect while learning")
-    parser.add_argument("--model", action="store_true", help="measure nothing")
+    parser.add_argument("--batches", type=int, default=10, help="batches that are timed (10)")
+    parser.add_argument("--collectors", type=int, nargs="*", default=[0, 1, 2], help="0 1 2")
+    parser.add_argument("--address", help="of a cluster; by default one is started")
+    parser.add_argument("--costs", type=Path, help="measure what the model needs, into this file")
+    parser.add_argument("--check", type=Path, help="check the model, and write the points here")
+    parser.add_argument("--given", type=Path, help="costs for --check (those in cluster_model.py)")
+    parser.add_argument("--sleep", type=float, default=SLEEP, help="seconds, for --check (0.01)")
+    parser.add_argument("--async", dest="sync", action="store_false", help="for --check")
     args = parser.parse_args()
-    if not args.model:
-        print(json.dumps(sizes()), flush=True)
-        for collectors in args.collectors:
-            row = measure(
-                collectors,
-                sleep=args.sleep,
-                frames=args.frames,
-                address=args.address,
-                sync=args.sync,
-            )
-            print(json.dumps({key: round(value, 3) for key, value in row.items()}), flush=True)
-    print(json.dumps(asdict(HERE)))
-    print("\n".join(model_lines(HERE)))
+    with cluster(args.address):
+        if args.check is not None:
+            costs = HERE if args.given is None else Costs(**json.loads(args.given.read_text()))
+            options = {"sync": args.sync, "sleep": args.sleep, "batches": args.batches}
+            rows = [show(row) for row in check(costs, **options)]
+            args.check.write_text(json.dumps(rows))
+            return
+        rows = []
+        for collectors in [1, 2, 4] if args.costs is not None else args.collectors:
+            ray = {"collectors": collectors} if collectors else {}
+            rows.append(show(measure(batches=args.batches, **ray)))
+        if args.costs is not None:
+            two = show(measure(batches=args.batches, collectors=1, learners=2))
+            costs = costs_of(rows, two, **measure_replay(), **measure_sizes())
+            show(asdict(costs))
+            args.costs.write_text(json.dumps(asdict(costs)))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,8 @@
 `MPOOptimizationStepper`; each is compared with a floor that does the same mathematics. The
 mathematics of the two presets differs: one draw of samples per update against two.
 
-`minerva_torchrl[default,compiled]` has compiled losses and gradients; `--no-compile` leaves it out.
+`minerva_torchrl[default,recorded]` calls the operations that were recorded of an update, without a
+compiler. `minerva_torchrl[default,compiled]` has compiled them; `--no-compile` leaves it out.
 `r10` has the sizes of a run.
 
 `rlax[default]` and `rlax[minerva-seed]` are the floors' updates in JAX, if `jax`, `rlax` and
@@ -247,8 +248,11 @@ def make_cases(
             updater.step()
 
         new = {f"minerva_torchrl[{preset}]": ours}
-        if compiled and stepper.dual_order == "simultaneous":
-            new[f"minerva_torchrl[{preset},compiled]"] = make_compiled(config, preset, data)
+        if stepper.dual_order == "simultaneous":
+            for name, backend in {"recorded": "recorded", "compiled": "inductor"}.items():
+                if compiled or name != "compiled":
+                    title = f"minerva_torchrl[{preset},{name}]"
+                    new[title] = make_compiled(config, preset, data, backend)
         new[floor_name] = lambda floor=floor: floor.update(plain)
         reference = make_floor(loss, stepper, adam)  # its target networks are not the trained ones
         peer = make_rlax(reference, plain)
@@ -260,10 +264,12 @@ def make_cases(
     return cases, floors
 
 
-def make_compiled(config: Config, preset: str, data: TensorDict) -> Callable[[], None]:
-    """The same update with compiled losses and gradients."""
+def make_compiled(
+    config: Config, preset: str, data: TensorDict, backend: str
+) -> Callable[[], None]:
+    """The same update with compiled or recorded losses and gradients."""
     loss, stepper = make_ours(config, preset)
-    stepper.compiled = CompiledGradients()
+    stepper.compiled = CompiledGradients(backend=backend)
     updater = make_target_updater(loss, period=100)
     floor = make_floor(loss, stepper, mpo_preset(preset).adam)
     check_agreement(loss, stepper, floor, data, flat(data))

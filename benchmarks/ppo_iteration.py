@@ -242,11 +242,12 @@ def main() -> None:
         "floor": lambda: floor.iterate(tensors),
         "torchrl": make_torchrl(config, rollout),
     }
-    if args.compile:
-        compiled = make_ours(config)
-        compiled.optimization_stepper.compiled = CompiledGradients()
-        check_agreement(compiled, make_floor(config, compiled), rollout)
-        cases["minerva_torchrl[compiled]"] = lambda: iterate_ours(compiled, rollout)
+    for name, backend in {"recorded": "recorded", "compiled": "inductor"}.items():
+        if args.compile or name != "compiled":
+            other = make_ours(config)
+            other.optimization_stepper.compiled = CompiledGradients(backend=backend)
+            check_agreement(other, make_floor(config, other), rollout)
+            cases[f"minerva_torchrl[{name}]"] = lambda other=other: iterate_ours(other, rollout)
     if importlib.util.find_spec("stable_baselines3"):
         cases["stable-baselines3"] = make_stable_baselines3(config, rollout)
     results = measure(cases, rounds=args.rounds, clock=args.clock, warmup=1)

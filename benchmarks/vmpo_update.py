@@ -203,16 +203,17 @@ def main() -> None:
     args = start(parser)
     prepare_jax(args.threads)
     cases, floors = {}, {}
-    presets = {"default": "floor", "default,compiled": "floor"}
+    presets = dict.fromkeys(("default", "default,recorded", "default,compiled"), "floor")
     if not args.compile:
         del presets["default,compiled"]
     if CONFIGS[args.config].minibatch is None:
         presets["minerva-seed"] = "floor[minerva-seed]"
     for title, floor_name in presets.items():
-        preset = title.removesuffix(",compiled")
+        preset, _, how = title.partition(",")
         loss, stepper = make_ours(CONFIGS[args.config], preset)
-        if title != preset:
-            stepper.compiled = CompiledGradients()
+        if how:
+            backend = "recorded" if how == "recorded" else "inductor"
+            stepper.compiled = CompiledGradients(backend=backend)
         data = make_data(CONFIGS[args.config], loss.actor_network)
         floor = make_floor(loss, stepper, preset)
         check_agreement(loss, stepper, floor, data)

@@ -14,9 +14,6 @@ SETTINGS = [
     "env.name=gym:CartPole-v1",
     "total_frames=30_000",
     "eval.interval=2_500",
-    # The default of 0.5 is nearly as far as weights of two or three actions can be from the policy:
-    # it would not bind, and the weights would be all or nothing.
-    "loss.epsilon=0.1",
 ]
 
 if __name__ == "__main__":

@@ -21,28 +21,10 @@ from minerva_torchrl.modules import (
     DirectModule,
     StateActionCritic,
 )
-from minerva_torchrl.objectives.critics import (
-    CategoricalCritic,
-    Critic,
-    GaussianMixtureCritic,
-    HLGaussCritic,
-    QuantileCritic,
-    ScalarCritic,
-    TwoHotCritic,
-)
+from minerva_torchrl.objectives.critics import CRITICS, Critic
 from minerva_torchrl.objectives.goals import CostLimit, Objective, resolve_objectives
 
 __all__ = ["CRITICS", "make_action_critic", "make_critic", "make_policy", "objectives_from"]
-
-CRITICS: dict[str, type[Critic]] = {
-    "scalar": ScalarCritic,
-    "categorical": CategoricalCritic,
-    "two_hot": TwoHotCritic,
-    "hl_gauss": HLGaussCritic,
-    "quantile": QuantileCritic,
-    "gaussian_mixture": GaussianMixtureCritic,
-}
-"""Critics by the names that ``network.critic`` takes."""
 
 
 def make_critic(name: str, arguments: Mapping[str, Any]) -> Critic:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from tensordict.nn import ProbabilisticTensorDictSequential
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
@@ -34,6 +34,8 @@ from minerva_torchrl.algorithms.family import (
 from minerva_torchrl.algorithms.mpo_presets import PRESETS
 from minerva_torchrl.modules import DirectModule
 from minerva_torchrl.objectives import MPOLoss
+from minerva_torchrl.objectives.critics import side_by_side
+from minerva_torchrl.objectives.goals import MAIN_OBJECTIVE
 from minerva_torchrl.objectives.policies import policy_family
 from minerva_torchrl.trainers import (
     MPOOptimizationStepper,
@@ -84,6 +86,9 @@ class MPONetworkConfig(NetworkConfig):
     """``loss.epsilon_stddev`` lets it change slowly."""
     num_critics: int = 1
     """Critics in the ensemble."""
+    objective_networks: Literal["shared", "separate"] = "shared"
+    """Critics of several objectives (``loss.objectives``): one network with an output for each,
+    or a network for each."""
 
 
 @arguments_of(MPOLoss)
@@ -95,8 +100,10 @@ class MPOLossConfig(LossConfig):
     num_action_samples: int = 10
     """Half as many as in the papers, for twice as many updates in the same time."""
     num_value_samples: int | None
-    epsilon: float = 0.5
-    """With the 0.1 of the papers the weights of so few samples are almost uniform."""
+    epsilon: float | None = None
+    """Null: 0.5 for continuous actions, because with the 0.1 of the papers the weights of so few
+    samples are almost uniform, and 0.1 for discrete ones, whose weights can hardly be as far as
+    0.5 from a policy of two or three actions."""
     epsilon_mean: float = 1e-2
     """Larger than in the papers, to make up for fewer updates."""
     epsilon_stddev: float = MPOLoss.default_constraints["stddev"][0]
@@ -113,7 +120,8 @@ class MPOLossConfig(LossConfig):
     init_alpha_policy: float | None
     init_penalty_temperature: float
     temperature_update: Literal["gradient", "solve"]
-    alpha_update: Literal["gradient", "relative"]
+    alpha_update: Literal["gradient", "relative"] = "relative"
+    """Steps along the gradient are too small for a multiplier that has to change tenfold."""
     policy_states: Literal["next", "current", "both"]
     sequence_steps: Literal["all", "first"]
     qvalue_reduction: Literal["min", "mean"]
@@ -137,10 +145,10 @@ class MPOOptimConfig(OptimConfig):
     """Learning rate of the policy. Larger than in the papers, to make up for fewer updates."""
     lr_critic: float = 1e-3
     """Learning rate of the critic. Larger for the same reason."""
-    lr_dual: float = 1e-2
-    """Learning rate of the multipliers and temperatures."""
-    lr_temperature: float | None = None
-    """That of the temperatures, if it differs."""
+    lr_dual: float = 1e-3
+    """Learning rate of the multipliers, of their logarithm with ``loss.alpha_update=relative``."""
+    lr_temperature: float | None = 1e-2
+    """That of the temperatures; null is ``lr_dual``."""
     adam_eps: float = 1e-8
     """Adam's constant in the denominator. Gradients of dual variables can be small."""
     target_period: int | None = 100
@@ -314,6 +322,11 @@ class MPO(Algorithm[MPOConfig]):
     title = "MPO"
     config_class = MPOConfig
     presets = PRESETS
+    earlier: ClassVar = {
+        **Algorithm.earlier,
+        "loss.alpha_update": "gradient",
+        "optim.lr_temperature": None,
+    }
 
     def make_networks(
         self, env: EnvBase
@@ -322,13 +335,18 @@ class MPO(Algorithm[MPOConfig]):
         obs_dim, action_spec = single_specs(env)
         settings = self.config.network
         critic = make_critic(settings.critic, settings.critic_kwargs)
-        outputs = critic.width * (1 + len(self.config.loss.objectives))
+        values = [MAIN_OBJECTIVE, *self.config.loss.objectives]
         actor = make_policy(obs_dim, action_spec, settings)
-        critics = [
-            make_action_critic(obs_dim, action_spec, settings, outputs)
-            for _ in range(settings.num_critics)
+
+        def network(outputs: int) -> DirectModule:
+            return make_action_critic(obs_dim, action_spec, settings, outputs)
+
+        if settings.objective_networks == "shared":
+            return actor, [network(critic.width * len(values)) for _ in range(settings.num_critics)]
+        members = [
+            {name: network(critic.width) for name in values} for _ in range(settings.num_critics)
         ]
-        return actor, critics
+        return actor, side_by_side(members, values, critic.width)
 
     def make_loss(self, actor: ProbabilisticTensorDictSequential, critic: Any) -> MPOLoss:
         """The loss of a policy and one or several critics."""
@@ -336,6 +354,9 @@ class MPO(Algorithm[MPOConfig]):
         gamma, estimator, lmbda = (arguments.pop(k) for k in ("gamma", "value_estimator", "lmbda"))
         truncation_is_terminal = arguments.pop("truncation_is_terminal")
         arguments["objectives"] = objectives_from(arguments["objectives"])
+        if arguments["epsilon"] is None:
+            discrete = policy_family(actor, None, per_dim=False).enumerates
+            arguments["epsilon"] = 0.1 if discrete else 0.5
         if network.critic != "scalar":
             arguments["critic"] = make_critic(network.critic, network.critic_kwargs)
         loss = MPOLoss(actor, critic, **self._applicable(arguments, actor))

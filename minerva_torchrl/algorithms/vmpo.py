@@ -93,7 +93,7 @@ class VMPOOptimConfig(OptimConfig):
     """Learning rate of the policy."""
     lr_critic: float = 3e-4
     """Learning rate of the critic."""
-    lr_alpha: float = 1e-2
+    lr_alpha: float = 5e-2
     """Learning rate of the multipliers, of their logarithm with ``loss.alpha_update=relative``."""
     anneal_lr: bool = False
     """Let the learning rates of the networks fall linearly to zero over ``total_frames``."""

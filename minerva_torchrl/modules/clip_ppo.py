@@ -9,6 +9,7 @@ from tensordict import TensorDict, TensorDictBase
 from tensordict.nn import CompositeDistribution, dispatch
 from torch import Tensor
 from torch import distributions as D
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torchrl._utils import is_compiling
 from torchrl.modules.distributions.utils import has_analytic_entropy
 from torchrl.objectives import ClipPPOLoss
@@ -108,6 +109,8 @@ class DirectClipPPOLoss(ClipPPOLoss):
         )
 
     def _entropy_is_ignored(self) -> bool:
+        if get_proxy_mode() is not None:  # what is recorded now must hold for any coefficient
+            return False
         coefficient = self.entropy_coeff
         return coefficient.device.type == "cpu" and not coefficient.any()  # nothing waits there
 

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from difflib import get_close_matches
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
-from tensordict.nn import ProbabilisticTensorDictSequential, TensorDictModule, TensorDictParams
+from tensordict.nn import (
+    ProbabilisticTensorDictModule,
+    ProbabilisticTensorDictSequential,
+    TensorDictModule,
+    TensorDictParams,
+    set_interaction_type,
+)
+from tensordict.nn.probabilistic import interaction_type
 from torch import Tensor, nn
 from torch import distributions as D
 from torch.utils.hooks import RemovableHandle
@@ -25,39 +31,12 @@ from minerva_torchrl.objectives.duals import (
     DualVariable,
     Temperature,
 )
+from minerva_torchrl.objectives.goals import MAIN_OBJECTIVE
+from minerva_torchrl.objectives.precision import full_precision, in_full_precision
 from minerva_torchrl.objectives.specs import keys_without
 from minerva_torchrl.objectives.swapping import using
 
-_Method = TypeVar("_Method", bound=Callable[..., Any])
 _ESTIMATOR_PREFIX = "_value_estimator."
-# The objective that every loss has. Its temperature and bound go by the shortest names.
-MAIN_OBJECTIVE = "value"
-
-
-def in_full_precision(method: _Method) -> _Method:
-    """Make a method of a loss evaluate its equations in float32 under autocast.
-
-    Only the networks run in the lower precision. What they return is float32 from there on.
-    """
-
-    @functools.wraps(method)
-    def wrapped(self: DualLossModule, *args: Any, **kwargs: Any) -> Any:
-        device = self._device_type
-        if device == "meta" or not torch.is_autocast_enabled(device):
-            return method(self, *args, **kwargs)
-        self._network_dtype = torch.get_autocast_dtype(device)
-        try:
-            with torch.autocast(device, enabled=False):
-                return method(self, *args, **kwargs)
-        finally:
-            self._network_dtype = None
-
-    return wrapped  # type: ignore[return-value]
-
-
-def full_precision(x: Tensor) -> Tensor:
-    """A tensor of half precision in float32, any other as it is."""
-    return x.float() if x.dtype in (torch.bfloat16, torch.float16) else x
 
 
 class DualLossModule(BatchLoss):
@@ -308,6 +287,17 @@ class DualLossModule(BatchLoss):
             f"{', '.join(map(repr, names))}, an estimator class or an estimator."
         )
 
+    # The whole update in one call ----------------------------------------------------------------
+
+    @in_full_precision
+    def training_loss(self, tensordict: TensorDictBase) -> TensorDict:
+        """The losses of :meth:`forward` without the metrics, for steps that nobody looks at."""
+        return self._forward(tensordict, with_metrics=False)
+
+    def _forward(self, tensordict: TensorDictBase, *, with_metrics: bool) -> TensorDict:
+        """All losses of a batch, and the metrics if they are wanted."""
+        raise NotImplementedError
+
     # The update in parts -------------------------------------------------------------------------
 
     def e_step(
@@ -341,8 +331,58 @@ class DualLossModule(BatchLoss):
         found = TensorDict({"fit": fit, "divergences": divergences}, batch_size=fit.shape)
         return data.copy().set("m_step", found)
 
+    @in_full_precision
+    def actor_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
+        """Loss of the policy with the present multipliers, and its metrics.
+
+        Args:
+            tensordict (TensorDictBase): as in :meth:`forward`, or what :meth:`e_step` returned.
+        """
+        data, metrics = self._with_e_step(tensordict)
+        dist, fit, divergences = self._m_step(data)
+        of_constraints = self._constraint_losses(divergences, data.get("e_step").mask)
+        metrics |= self._actor_metrics(data.get("e_step"), dist, fit, divergences, of_constraints)
+        return self._actor_loss(data, fit, of_constraints), metrics
+
+    @in_full_precision
+    def dual_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
+        """Sum of the losses of temperatures and multipliers, and each of them by name.
+
+        Args:
+            tensordict (TensorDictBase): as in :meth:`forward`, or what :meth:`e_step` returned.
+        """
+        data, _ = self._with_e_step(tensordict, with_metrics=False)
+        with torch.no_grad():  # no gradient of the duals goes to the policy
+            _, divergences = self._fit_and_divergences(data)
+        of_constraints = self._constraint_losses(divergences, data.get("e_step").mask)
+        losses = self._dual_losses(data, of_constraints)
+        return torch.stack(list(losses.values())).sum(0), losses
+
     def _m_step(self, data: TensorDictBase) -> tuple[D.Distribution, Tensor, dict[str, Tensor]]:
         """The online policy, how badly it fits the E-step ``[*S]``, and its divergences."""
+        raise NotImplementedError
+
+    def _actor_loss(
+        self, data: TensorDictBase, fit: Tensor, of_constraints: dict[str, tuple[Tensor, Tensor]]
+    ) -> Tensor:
+        """Loss of the policy, from its fit and the penalties of the constraints, ``[*S]`` each."""
+        raise NotImplementedError
+
+    def _dual_losses(
+        self, data: TensorDictBase, of_constraints: dict[str, tuple[Tensor, Tensor]]
+    ) -> dict[str, Tensor]:
+        """By name, the losses of temperatures and multipliers."""
+        raise NotImplementedError
+
+    def _actor_metrics(
+        self,
+        e_step: Any,
+        dist: D.Distribution,
+        fit: Tensor,
+        divergences: dict[str, Tensor],
+        of_constraints: dict[str, tuple[Tensor, Tensor]],
+    ) -> dict[str, Tensor]:
+        """Metrics of the policy and of its constraints."""
         raise NotImplementedError
 
     def _fit_and_divergences(self, data: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
@@ -366,7 +406,7 @@ class DualLossModule(BatchLoss):
         inputs, network = states.select(*self._actor_in_keys), self.actor_network
         with using(network, params):
             if self._network_dtype is None:
-                return network.get_dist(inputs)
+                return _distribution(network, inputs)
             with self._precision_of_networks():
                 parameters: Any = network.get_dist_params(inputs)
             return network.build_dist_from_params(parameters.apply(full_precision))
@@ -404,6 +444,17 @@ class DualLossModule(BatchLoss):
             bounds = (bound for bound, of_dual in self._bounds.items() if of_dual is dual)
             renamed |= dict.fromkeys(bounds, f"duals.{name}.epsilon")
         return {renamed.get(key, key): value for key, value in state_dict.items()}
+
+
+def _distribution(
+    network: ProbabilisticTensorDictSequential, inputs: TensorDictBase
+) -> D.Distribution:
+    """``network.get_dist(inputs)``, with less around it for a network and its distribution."""
+    first, *rest = network.module
+    if len(rest) != 1 or not isinstance(rest[0], ProbabilisticTensorDictModule):
+        return network.get_dist(inputs)
+    with set_interaction_type(interaction_type() or rest[0].default_interaction_type):
+        return rest[0].get_dist(first(inputs))
 
 
 def _upgrade_before_loading(

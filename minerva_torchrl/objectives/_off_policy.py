@@ -22,7 +22,7 @@ from torchrl.objectives.utils import ValueEstimators, _vmap_func
 from torchrl.objectives.value import TD0Estimator
 from typing_extensions import Self
 
-from minerva_torchrl.objectives._base import MAIN_OBJECTIVE, DualLossModule, full_precision
+from minerva_torchrl.objectives._base import DualLossModule
 from minerva_torchrl.objectives._data import blank, time_dim
 from minerva_torchrl.objectives.checks import check_choice
 from minerva_torchrl.objectives.critics import (
@@ -34,9 +34,10 @@ from minerva_torchrl.objectives.critics import (
     make_ensemble,
     side_by_side,
 )
-from minerva_torchrl.objectives.goals import CostLimit, Objective
+from minerva_torchrl.objectives.goals import MAIN_OBJECTIVE, CostLimit, Objective
 from minerva_torchrl.objectives.log_probs import joint_log_prob_key, log_prob_keys
 from minerva_torchrl.objectives.policies import policy_family
+from minerva_torchrl.objectives.precision import full_precision
 from minerva_torchrl.objectives.reductions import masked_mean
 from minerva_torchrl.objectives.specs import (
     action_place,

@@ -20,12 +20,13 @@ from torchrl.data.tensor_specs import TensorSpec
 from torchrl.objectives.utils import ValueEstimators, _cache_values
 from typing_extensions import Self
 
-from minerva_torchrl.objectives._base import DualLossModule, full_precision, in_full_precision
+from minerva_torchrl.objectives._base import DualLossModule
 from minerva_torchrl.objectives.checks import check_positive, check_value_scale
 from minerva_torchrl.objectives.critics import Critic, check_width
 from minerva_torchrl.objectives.critics.states import resolve_state_critic, value_network
 from minerva_torchrl.objectives.log_probs import joint_log_prob_key
 from minerva_torchrl.objectives.policies import policy_family
+from minerva_torchrl.objectives.precision import full_precision, in_full_precision
 from minerva_torchrl.objectives.reductions import explained_variance, masked_mean, masked_std
 from minerva_torchrl.objectives.specs import action_place, reads, resolve_action_spec
 from minerva_torchrl.objectives.swapping import using

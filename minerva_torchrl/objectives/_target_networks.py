@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.compiler import is_compiling
 from torchrl.objectives.value import TD0Estimator
 
-from minerva_torchrl.objectives._base import MAIN_OBJECTIVE
 from minerva_torchrl.objectives._data import blank, time_dim
 from minerva_torchrl.objectives._off_policy import OffPolicyLoss
 from minerva_torchrl.objectives.critics import expectation
+from minerva_torchrl.objectives.goals import MAIN_OBJECTIVE
 from minerva_torchrl.objectives.log_probs import joint_log_prob
 
 

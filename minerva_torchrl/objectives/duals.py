@@ -18,6 +18,8 @@ __all__ = ["Constraint", "CostMultiplier", "DualVariable", "Temperature"]
 _OFFSET = 1e-8
 # A multiplier this small leaves a policy within one per cent of where it would go without it.
 _RELATIVE_FLOOR = 1e-2
+# How strongly a relative multiplier answers at once to how far the bound is violated.
+_RESPONSE = 2.0
 
 
 def _softplus(raw: Tensor) -> Tensor:
@@ -249,7 +251,10 @@ class Constraint(DualVariable):
     :math:`\log \alpha`, with the gradient
     :math:`(\epsilon - KL) / \max(\epsilon, \overline{KL})`, where :math:`\overline{KL}` is the mean
     divergence of the batch. It lies between -1 and 1, so that a large violation at the beginning
-    does not make an adaptive optimiser deaf for what follows.
+    does not make an adaptive optimiser deaf for what follows. Such steps are late by nature, and
+    multipliers that are late swing. So the penalty answers to the present violation as well: it is
+    :math:`\alpha\, e^{2 v} KL` with :math:`v = \overline{KL} / \epsilon - 1`, cut off at -1 and 1.
+    Where the bound is met, that is :math:`\alpha\, KL`.
 
     Args:
         init (float): initial multiplier, positive and finite.
@@ -300,6 +305,9 @@ class Constraint(DualVariable):
             # eq: relative-multiplier
             slope = (self.epsilon - kl) / mean_kl.clamp_min(self.epsilon)
             loss = loss.detach() + (self.raw - self.raw.detach()) * slope
+            # eq: multiplier-response
+            violation = (mean_kl / self.epsilon - 1).clamp(-1, 1)
+            penalty = penalty * (_RESPONSE * violation).exp()
         return penalty.sum(-1), loss.sum(-1)
 
 

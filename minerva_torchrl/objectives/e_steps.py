@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
-from tensordict import TensorClass, TensorDict
+from tensordict import TensorClass, TensorDict, TensorDictBase
 from torch import Tensor
+
+from minerva_torchrl.objectives import functional as F
+from minerva_torchrl.objectives.goals import MAIN_OBJECTIVE
+from minerva_torchrl.objectives.reductions import masked_extreme, masked_means
 
 __all__ = ["MPOEStep", "VMPOEStep"]
 
@@ -43,3 +47,18 @@ class VMPOEStep(TensorClass):
     """Dual of the temperature. It is that of the whole batch, repeated for every sample."""
     kl: Tensor
     """The divergence that belongs to it, repeated as well."""
+
+
+def weight_metrics(weights: Tensor, samples: TensorDictBase, mask: Tensor) -> dict[str, Tensor]:
+    """Diagnostics of the values of candidates and of their weights ``[*S, N]``."""
+    q_value = samples.get(("scores", MAIN_OBJECTIVE))
+    of_states = {
+        "ess": F.effective_sample_size(weights, sample_dim=-1),
+        "weight_entropy": F.weight_entropy(weights, sample_dim=-1),
+        "q_mean": samples.get("expected_value"),
+    }
+    return {
+        **masked_means(of_states, mask),
+        "q_min": masked_extreme(q_value, mask, "min"),
+        "q_max": masked_extreme(q_value, mask, "max"),
+    }

@@ -10,7 +10,10 @@ from tensordict import NestedKey
 
 from minerva_torchrl.objectives.checks import check_positive
 
-__all__ = ["CostLimit", "Objective", "resolve_objectives"]
+__all__ = ["MAIN_OBJECTIVE", "CostLimit", "Objective", "resolve_objectives"]
+
+MAIN_OBJECTIVE = "value"
+"""The return, which every loss has. Its temperature and bound go by the shortest names."""
 
 
 @dataclass(frozen=True)

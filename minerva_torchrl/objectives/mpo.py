@@ -12,16 +12,20 @@ from torch import Tensor, nn
 from torch import distributions as D
 from torchrl.data.tensor_specs import TensorSpec
 
-from minerva_torchrl.objectives import functional as F
-from minerva_torchrl.objectives._base import MAIN_OBJECTIVE, in_full_precision
 from minerva_torchrl.objectives._off_policy import of_objective
 from minerva_torchrl.objectives._target_networks import TargetNetworksLoss
 from minerva_torchrl.objectives.checks import check_choice, check_count, check_positive
 from minerva_torchrl.objectives.critics import Critic, resolve_critic
-from minerva_torchrl.objectives.e_steps import MPOEStep
-from minerva_torchrl.objectives.goals import CostLimit, Objective, resolve_objectives
+from minerva_torchrl.objectives.e_steps import MPOEStep, weight_metrics
+from minerva_torchrl.objectives.goals import (
+    MAIN_OBJECTIVE,
+    CostLimit,
+    Objective,
+    resolve_objectives,
+)
 from minerva_torchrl.objectives.policies import resolve_penalization
-from minerva_torchrl.objectives.reductions import masked_extreme, masked_mean, masked_means
+from minerva_torchrl.objectives.precision import in_full_precision
+from minerva_torchrl.objectives.reductions import masked_mean, masked_means
 
 __all__ = ["MPOLoss"]
 
@@ -323,24 +327,19 @@ class MPOLoss(TargetNetworksLoss):
         """
         return self._forward(tensordict, with_metrics=True)
 
-    @in_full_precision
-    def training_loss(self, tensordict: TensorDictBase) -> TensorDict:
-        """The losses of :meth:`forward` without the metrics, for updates that nobody looks at."""
-        return self._forward(tensordict, with_metrics=False)
-
     def _forward(self, tensordict: TensorDictBase, *, with_metrics: bool) -> TensorDict:
         data, metrics = self._with_e_step(tensordict, with_metrics)
         loss_qvalue, td_error, metrics_qvalue = self._qvalue_loss(data, with_metrics)
-        m_step = self._m_step(data)
-        constraint_losses = self._constraint_losses(m_step[-1], data.get("e_step").mask)
+        e_step, m_step = data.get("e_step"), self._m_step(data)
+        of_constraints = self._constraint_losses(m_step[-1], e_step.mask)
         losses = {
             "loss_qvalue": loss_qvalue,
-            "loss_actor": self._actor_loss(data, m_step[1], constraint_losses),
-            **self._dual_losses(data, constraint_losses),
+            "loss_actor": self._actor_loss(data, m_step[1], of_constraints),
+            **self._dual_losses(data, of_constraints),
         }
         self.set_priority(tensordict, td_error)
         if with_metrics:
-            metrics |= self._actor_metrics(data.get("e_step"), *m_step)
+            metrics |= self._actor_metrics(e_step, *m_step, of_constraints)
             metrics |= {**metrics_qvalue, **self.dual_values()}
         return self._output(losses, metrics, tensordict, loss_qvalue.shape)
 
@@ -384,7 +383,7 @@ class MPOLoss(TargetNetworksLoss):
 
             if with_metrics:
                 if name == MAIN_OBJECTIVE:
-                    metrics |= _weight_metrics(weights, samples, mask)
+                    metrics |= weight_metrics(weights, samples, mask)
                 shown = "q" if name == MAIN_OBJECTIVE else name
                 metrics[f"kl_{shown}_rel"] = masked_mean(kl, mask) / temperature.epsilon
             duals[name] = TensorDict({"dual": dual, "kl": kl}, batch_size=mask.shape)
@@ -421,35 +420,6 @@ class MPOLoss(TargetNetworksLoss):
         return loss, {"td_error": td_error, **metrics}
 
     @in_full_precision
-    def actor_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss of the policy with the present multipliers, and its metrics.
-
-        Args:
-            tensordict (TensorDictBase): as in :meth:`forward`, or what :meth:`e_step` returned.
-        """
-        data, metrics = self._with_e_step(tensordict)
-        e_step = data.get("e_step")
-        m_step = self._m_step(data)
-        metrics |= self._actor_metrics(e_step, *m_step)
-        constraint_losses = self._constraint_losses(m_step[-1], e_step.mask)
-        return self._actor_loss(data, m_step[1], constraint_losses), metrics
-
-    @in_full_precision
-    def dual_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
-        """Sum of the losses of temperatures and multipliers, and each of them by name.
-
-        Args:
-            tensordict (TensorDictBase): as in :meth:`forward`, or what :meth:`e_step` returned.
-        """
-        data, _ = self._with_e_step(tensordict, with_metrics=False)
-        with torch.no_grad():  # no gradient of the duals goes to the policy
-            _, divergences = self._fit_and_divergences(data)
-        losses = self._dual_losses(
-            data, self._constraint_losses(divergences, data.get("e_step").mask)
-        )
-        return torch.stack(list(losses.values())).sum(0), losses
-
-    @in_full_precision
     def networks_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
         """Sum of the losses of critic and policy, and each of them by name.
 
@@ -457,11 +427,10 @@ class MPOLoss(TargetNetworksLoss):
             tensordict (TensorDictBase): as in :meth:`forward`, or what :meth:`e_step` returned.
         """
         data, _ = self._with_e_step(tensordict, with_metrics=False)
-        e_step = data.get("e_step")
         loss_qvalue, td_error, _ = self._qvalue_loss(data, with_metrics=False)
-        cross_entropy, divergences = self._fit_and_divergences(data)
-        constraint_losses = self._constraint_losses(divergences, e_step.mask)
-        loss_actor = self._actor_loss(data, cross_entropy, constraint_losses)
+        fit, divergences = self._fit_and_divergences(data)
+        of_constraints = self._constraint_losses(divergences, data.get("e_step").mask)
+        loss_actor = self._actor_loss(data, fit, of_constraints)
         self.set_priority(tensordict, td_error)
         return loss_qvalue + loss_actor, {"loss_qvalue": loss_qvalue, "loss_actor": loss_actor}
 
@@ -477,17 +446,14 @@ class MPOLoss(TargetNetworksLoss):
         return dist, cross_entropy, self.policy.divergences(new, e_step.old_policy)
 
     def _actor_loss(
-        self,
-        data: TensorDictBase,
-        cross_entropy: Tensor,
-        constraint_losses: dict[str, tuple[Tensor, Tensor]],
+        self, data: TensorDictBase, fit: Tensor, of_constraints: dict[str, tuple[Tensor, Tensor]]
     ) -> Tensor:
         # eq: mpo-policy-loss
-        penalties = (penalty for penalty, _ in constraint_losses.values())
-        return self._reduce_states(sum(penalties, cross_entropy), data)
+        penalties = (penalty for penalty, _ in of_constraints.values())
+        return self._reduce_states(sum(penalties, fit), data)
 
     def _dual_losses(
-        self, data: TensorDictBase, constraint_losses: dict[str, tuple[Tensor, Tensor]]
+        self, data: TensorDictBase, of_constraints: dict[str, tuple[Tensor, Tensor]]
     ) -> dict[str, Tensor]:
         of_states: dict[nn.Module, Tensor] = {}
         # eq: mpo-dual-losses
@@ -497,7 +463,7 @@ class MPOLoss(TargetNetworksLoss):
         for name, multiplier in self.cost_multipliers.items():
             of_states[multiplier] = multiplier.loss(data.get(("e_step", "duals", name, "cost")))
         for name, constraint in self.constraints.items():
-            of_states[constraint] = constraint_losses[name][1]
+            of_states[constraint] = of_constraints[name][1]
         return {
             f"loss_{name}": self._reduce_states(of_states[dual], data)
             for name, dual in self.duals.items()
@@ -521,27 +487,13 @@ class MPOLoss(TargetNetworksLoss):
         self,
         e_step: MPOEStep,
         dist: D.Distribution,
-        cross_entropy: Tensor,
+        fit: Tensor,
         divergences: dict[str, Tensor],
+        of_constraints: dict[str, tuple[Tensor, Tensor]],
     ) -> dict[str, Tensor]:
         of_states = {f"kl_{name}": kl.mean(-1) for name, kl in divergences.items()}
-        metrics = masked_means({"cross_entropy": cross_entropy, **of_states}, e_step.mask)
+        metrics = masked_means({"cross_entropy": fit, **of_states}, e_step.mask)
         for name, constraint in self.constraints.items():
             # eq: relative-divergence
             metrics[f"kl_{name}_rel"] = metrics[f"kl_{name}"] / constraint.epsilon
         return {**metrics, **self.policy.metrics(dist, e_step.mask)}
-
-
-def _weight_metrics(weights: Tensor, samples: TensorDictBase, mask: Tensor) -> dict[str, Tensor]:
-    """Diagnostics of the values of candidates and of their weights ``[*S, N]``."""
-    q_value = samples.get(("scores", MAIN_OBJECTIVE))
-    of_states = {
-        "ess": F.effective_sample_size(weights, sample_dim=-1),
-        "weight_entropy": F.weight_entropy(weights, sample_dim=-1),
-        "q_mean": samples.get("expected_value"),
-    }
-    return {
-        **masked_means(of_states, mask),
-        "q_min": masked_extreme(q_value, mask, "min"),
-        "q_max": masked_extreme(q_value, mask, "max"),
-    }

@@ -90,8 +90,9 @@ class _Exchange:
             parameters[name] = before
 
 
-def _tensors(params: TensorDictParams) -> list[Tensor]:
-    return [*params.parameters(), *params.buffers()]
+def _tensors(params: TensorDictParams) -> list[Any]:
+    # Those that it holds itself; with others inside, the places are not complete.
+    return [*params._parameters.values(), *params._buffers.values()]
 
 
 def _own(parameters: dict[str, nn.Parameter | None]) -> list[nn.Parameter]:

@@ -13,11 +13,12 @@ from torch import distributions as D
 from torchrl.data.tensor_specs import TensorSpec
 
 from minerva_torchrl.objectives import functional as F
-from minerva_torchrl.objectives._base import MAIN_OBJECTIVE, in_full_precision
 from minerva_torchrl.objectives._on_policy import OnPolicyLoss
 from minerva_torchrl.objectives.checks import check_choice, check_fraction
 from minerva_torchrl.objectives.critics import Critic
 from minerva_torchrl.objectives.e_steps import VMPOEStep
+from minerva_torchrl.objectives.goals import MAIN_OBJECTIVE
+from minerva_torchrl.objectives.precision import in_full_precision
 from minerva_torchrl.objectives.reductions import masked_mean, masked_std, weighted, weights_kl
 
 __all__ = ["VMPOLoss"]
@@ -282,23 +283,18 @@ class VMPOLoss(OnPolicyLoss):
         """
         return self._forward(tensordict, with_metrics=True)
 
-    @in_full_precision
-    def training_loss(self, tensordict: TensorDictBase) -> TensorDict:
-        """The losses of :meth:`forward` without the metrics, for steps that nobody looks at."""
-        return self._forward(tensordict, with_metrics=False)
-
     def _forward(self, tensordict: TensorDictBase, *, with_metrics: bool) -> TensorDict:
         data, metrics = self._with_e_step(tensordict, with_metrics)
         e_step = data.get("e_step")
         m_step, value = self._m_step(data), self._critic_outputs(data)
-        constraint_losses = self._constraint_losses(m_step[-1], e_step.mask)
+        of_constraints = self._constraint_losses(m_step[-1], e_step.mask)
         losses = {
-            "loss_actor": self._actor_loss(e_step, m_step[1], constraint_losses),
+            "loss_actor": self._actor_loss(data, m_step[1], of_constraints),
             "loss_critic": self._critic_loss(data, value),
-            **self._dual_losses(e_step, constraint_losses),
+            **self._dual_losses(data, of_constraints),
         }
         if with_metrics:
-            metrics |= self._actor_metrics(e_step, *m_step, constraint_losses)
+            metrics |= self._actor_metrics(e_step, *m_step, of_constraints)
             metrics |= {**self._critic_metrics(data, value), **self.dual_values()}
         return self._output(losses, metrics, tensordict, tensordict.shape)
 
@@ -393,33 +389,6 @@ class VMPOLoss(OnPolicyLoss):
         return data, metrics
 
     @in_full_precision
-    def actor_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
-        """Loss of the policy with the present multipliers, and its metrics.
-
-        Args:
-            tensordict (TensorDictBase): as in :meth:`forward`.
-        """
-        data, metrics = self._with_e_step(tensordict)
-        e_step, m_step = data.get("e_step"), self._m_step(data)
-        constraint_losses = self._constraint_losses(m_step[-1], e_step.mask)
-        metrics |= self._actor_metrics(e_step, *m_step, constraint_losses)
-        return self._actor_loss(e_step, m_step[1], constraint_losses), metrics
-
-    @in_full_precision
-    def dual_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
-        """Sum of the losses of temperature and multipliers, and each of them by name.
-
-        Args:
-            tensordict (TensorDictBase): as in :meth:`forward`.
-        """
-        data, _ = self._with_e_step(tensordict, with_metrics=False)
-        with torch.no_grad():  # no gradient of the duals goes to the policy
-            _, divergences = self._fit_and_divergences(data)
-        e_step = data.get("e_step")
-        losses = self._dual_losses(e_step, self._constraint_losses(divergences, e_step.mask))
-        return torch.stack(list(losses.values())).sum(0), losses
-
-    @in_full_precision
     def networks_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:
         """Sum of the losses of policy and critic, and each of them by name.
 
@@ -427,10 +396,10 @@ class VMPOLoss(OnPolicyLoss):
             tensordict (TensorDictBase): as in :meth:`forward`.
         """
         data, _ = self._with_e_step(tensordict, with_metrics=False)
-        neg_log_prob, divergences = self._fit_and_divergences(data)
-        constraint_losses = self._constraint_losses(divergences, data.get("e_step").mask)
+        fit, divergences = self._fit_and_divergences(data)
+        of_constraints = self._constraint_losses(divergences, data.get("e_step").mask)
         losses = {
-            "loss_actor": self._actor_loss(data.get("e_step"), neg_log_prob, constraint_losses),
+            "loss_actor": self._actor_loss(data, fit, of_constraints),
             "loss_critic": self._critic_loss(data, self._critic_outputs(data)),
         }
         return torch.stack(list(losses.values())).sum(0), losses
@@ -446,24 +415,22 @@ class VMPOLoss(OnPolicyLoss):
         return dist, -log_prob, self.policy.divergences(self.policy.describe(dist), old_policy)
 
     def _actor_loss(
-        self,
-        e_step: VMPOEStep,
-        neg_log_prob: Tensor,
-        constraint_losses: dict[str, tuple[Tensor, Tensor]],
+        self, data: TensorDictBase, fit: Tensor, of_constraints: dict[str, tuple[Tensor, Tensor]]
     ) -> Tensor:
+        e_step = data.get("e_step")
         # eq: vmpo-policy-loss
-        loss = weighted(e_step.policy_weight, neg_log_prob)
-        for penalty, _ in constraint_losses.values():
+        loss = weighted(e_step.policy_weight, fit)
+        for penalty, _ in of_constraints.values():
             loss = loss + weighted(e_step.kl_weight, penalty)
         return self._reduce(loss, e_step.mask)
 
     def _dual_losses(
-        self, e_step: VMPOEStep, constraint_losses: dict[str, tuple[Tensor, Tensor]]
+        self, data: TensorDictBase, of_constraints: dict[str, tuple[Tensor, Tensor]]
     ) -> dict[str, Tensor]:
-        temperature = self.temperatures[MAIN_OBJECTIVE]
+        e_step, temperature = data.get("e_step"), self.temperatures[MAIN_OBJECTIVE]
         losses = {"loss_temperature": self._mean(temperature.loss(e_step.dual, e_step.kl))}
         # eq: vmpo-dual-losses
-        for name, (_, of_samples) in constraint_losses.items():
+        for name, (_, of_samples) in of_constraints.items():
             loss = weighted(e_step.kl_weight, of_samples)
             losses[f"loss_alpha_{name}"] = self._reduce(loss, e_step.mask)
         return losses
@@ -499,18 +466,18 @@ class VMPOLoss(OnPolicyLoss):
         self,
         e_step: VMPOEStep,
         dist: D.Distribution,
-        neg_log_prob: Tensor,
+        fit: Tensor,
         divergences: dict[str, Tensor],
-        constraint_losses: dict[str, tuple[Tensor, Tensor]],
+        of_constraints: dict[str, tuple[Tensor, Tensor]],
     ) -> dict[str, Tensor]:
         mask, selected = e_step.mask, e_step.selected
-        cross_entropy = weighted(e_step.policy_weight, neg_log_prob)
+        cross_entropy = weighted(e_step.policy_weight, fit)
         metrics = {"cross_entropy": masked_mean(cross_entropy, mask)}
         for name, constraint in self.constraints.items():
             kl = divergences[name].mean(-1)
             of_all, of_selected = masked_mean(kl, mask), masked_mean(kl, selected)
             constrained = of_all if self.kl_samples == "all" else of_selected
-            penalty, _ = constraint_losses[name]
+            penalty, _ = of_constraints[name]
             metrics |= {
                 f"kl_{name}": of_all,
                 f"kl_{name}_selected": of_selected,

@@ -25,6 +25,7 @@ from minerva_torchrl.report.markdown import to_markdown
 from minerva_torchrl.report.plots import draw_task, file_names, line_styles
 from minerva_torchrl.report.reading import LoadedRuns, Problem
 from minerva_torchrl.report.references import References
+from minerva_torchrl.report.suite_page import load_published, suite_blocks
 from minerva_torchrl.report.tables import (
     budget_table,
     individual_runs,
@@ -136,8 +137,14 @@ def build_document(
     tasks = list(dict.fromkeys(group.task for group in groups))
     names = file_names(tasks)
     styles = line_styles(groups)
-    pictures = {}
+    pictures: dict[str, bytes] = {}
     blocks = [*_introduction(loaded, groups), Heading(2, "Overview"), *overview(groups)]
+    for suite in references.suites:
+        found, drawn = suite_blocks(
+            suite, groups, load_published(references.folder / suite.published)
+        )
+        blocks += [Heading(2, suite.title), *found] if found else []
+        pictures |= drawn
     published = published_table(references.references, groups)
     if published:
         blocks += [Heading(2, "Next to published results"), *published]

@@ -17,16 +17,18 @@ from minerva_torchrl.runs.curve import TEXT_COLOUR, style_axes
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
 
-__all__ = ["draw_task", "file_names", "line_styles"]
+__all__ = ["COLOURS", "draw_task", "file_names", "line_styles", "new_figure"]
 
 _DOTS_PER_INCH = 240
 _WIDTH, _HEIGHT = 4.9, 3.1  # inches, without the legend: text stays readable on a phone
 _LEGEND_ROW = 0.18
 _ONE_COLUMN, _TWO_COLUMNS = 62, 31  # characters that fit into a line of the legend
-# Told apart by those who see colours differently as well, and dark enough for white paper.
-_COLOURS = ("#1f5fa8", "#d1602f", "#2b8a5e", "#8b4fa0", "#a67c00", "#c2416b", "#2596a8", "#5c6670")
+COLOURS = ("#1f5fa8", "#d1602f", "#2b8a5e", "#8b4fa0", "#a67c00", "#c2416b", "#2596a8", "#5c6670")
+"""Told apart by those who see colours differently as well, and dark enough for white paper."""
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 _FAINT_COLOUR = "#6b7580"
 _REFERENCE_COLOURS = ("#3c434b", "#7d8792", "#a8895a")
@@ -46,7 +48,7 @@ def line_styles(groups: Iterable[Group]) -> dict[str, LineStyle]:
     algorithms = {group.label: order.index(group.algo) for group in groups}
     ordered = sorted(algorithms, key=lambda label: algorithms[label])
     return {
-        label: (_COLOURS[index % len(_COLOURS)], _MARKERS[index % len(_MARKERS)])
+        label: (COLOURS[index % len(COLOURS)], _MARKERS[index % len(_MARKERS)])
         for index, label in enumerate(ordered)
     }
 
@@ -74,6 +76,18 @@ def file_names(tasks: Iterable[str]) -> dict[str, str]:
     return names
 
 
+def new_figure(width: float, height: float) -> tuple[Figure, FigureCanvasAgg]:
+    """An empty picture of some inches, and what turns it into a file."""
+    # Only here, because it takes long.
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.08)
+    figure = Figure((width, height), dpi=_DOTS_PER_INCH, facecolor="white", layout=layout)
+    return figure, FigureCanvasAgg(figure)
+
+
 def draw_task(
     title: str,
     groups: Sequence[Group],
@@ -95,11 +109,6 @@ def draw_task(
     Returns:
         A PNG file.
     """
-    # Only here, because it takes long.
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
-
     styles = line_styles(groups) if styles is None else styles
     texts = [_group_text(group) for group in groups] + [_reference_text(r) for r in references]
     labels = ["\n".join(textwrap.wrap(text, _ONE_COLUMN)) or " " for text in texts]
@@ -108,9 +117,7 @@ def draw_task(
     columns = 2 if max(map(len, labels)) <= _TWO_COLUMNS and len(labels) > 1 else 1
     rows = 1 + sum(label.count("\n") + 1 for label in labels) / columns
     height = _HEIGHT + _LEGEND_ROW * math.ceil(rows)
-    layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.08)
-    figure = Figure((_WIDTH, height), dpi=_DOTS_PER_INCH, facecolor="white", layout=layout)
-    canvas = FigureCanvasAgg(figure)
+    figure, canvas = new_figure(_WIDTH, height)
     axes = figure.add_subplot()
     style_axes(axes, title)
     lines = [_draw_group(axes, group, styles[group.label]) for group in groups]

@@ -1,4 +1,4 @@
-"""Published results to compare with: lines in the plots, and a table."""
+"""Published results to compare with: lines in the plots, a table, and suites of tasks."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import MISSING, dataclass, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -45,10 +45,33 @@ class Reference:
 
 
 @dataclass(frozen=True)
+class Suite:
+    """Tasks whose results are put together."""
+
+    title: str
+    """What to call it."""
+    folder: str
+    """Name of the folder in which its runs are."""
+    tasks: tuple[str, ...]
+    frames: tuple[int, ...]
+    """Where it is evaluated, the last one for the tables."""
+    published: str
+    """CSV file with ``task, method, env_steps, seeds, mean, std``, next to the references."""
+    methods: tuple[str, ...]
+    """Those of its methods that are shown, the best last."""
+
+
+@dataclass(frozen=True)
 class References:
     """What there is to compare with."""
 
     references: tuple[Reference, ...] = ()
+    suites: tuple[Suite, ...] = ()
+    folder: Path = Path()
+    """Where the files that suites name are."""
+
+
+_Entry = TypeVar("_Entry", Reference, Suite)
 
 
 class ReferencesError(ValueError):
@@ -58,7 +81,8 @@ class ReferencesError(ValueError):
 def load_references(path: str | Path) -> References:
     """Read a YAML or JSON file of references.
 
-    It has a list of references, or a mapping with that list as ``references``.
+    It has a list of references, or a mapping with that list as ``references``, and with ``suites``
+    if several tasks are to be put together.
 
     Args:
         path (str or Path): the file.
@@ -86,17 +110,18 @@ def load_references(path: str | Path) -> References:
     content = _read(path)
     if isinstance(content, list):
         content = {"references": content}
-    lists = [field.name for field in fields(References)]
+    lists = ["references", "suites"]
     if not isinstance(content, Mapping) or any(name not in lists for name in content):
         raise ReferencesError(
-            f"{path}: must be a list of references, or have one as references; got "
+            f"{path}: must be a list of references, or have references and suites; got "
             f"{list(content) if isinstance(content, Mapping) else type(content).__name__}."
         )
     problems: list[str] = []
-    references = _entries(content, "references", problems)
+    references = _entries(Reference, content, "references", problems)
+    suites = _entries(Suite, content, "suites", problems)
     if problems:
         raise ReferencesError("\n".join(f"{path}: {problem}" for problem in problems))
-    return References(tuple(references))
+    return References(tuple(references), tuple(suites), path.parent)
 
 
 def _read(path: Path) -> Any:
@@ -114,7 +139,9 @@ def _read(path: Path) -> Any:
         raise ReferencesError(f"{path}: can't be read: {reason}.") from None
 
 
-def _entries(content: Mapping[str, Any], name: str, problems: list[str]) -> list[Reference]:
+def _entries(
+    kind: type[_Entry], content: Mapping[str, Any], name: str, problems: list[str]
+) -> list[_Entry]:
     listed = content.get(name) or []
     if not isinstance(listed, list):
         problems.append(f"{name} must be a list, got {type(listed).__name__}.")
@@ -122,8 +149,8 @@ def _entries(content: Mapping[str, Any], name: str, problems: list[str]) -> list
     entries = []
     for index, data in enumerate(listed):
         try:
-            _check_names(data)
-            entry = parse(Reference, data)
+            _check_names(kind, data)
+            entry = parse(kind, data)
             _check_values(entry)
         except ConfigError as error:
             problems += [f"{name}[{index}]: {problem}" for problem in error.problems]
@@ -132,11 +159,12 @@ def _entries(content: Mapping[str, Any], name: str, problems: list[str]) -> list
     return entries
 
 
-def _check_names(data: object) -> None:
+def _check_names(kind: type[_Entry], data: object) -> None:
     """Raise if something that is required is not there, or something else is."""
-    required = [field.name for field in fields(Reference) if field.default is MISSING]
-    optional = [field.name for field in fields(Reference) if field.default is not MISSING]
-    allowed = f"It has {', '.join(required)}, and if wanted {', '.join(optional)}."
+    required: list[str] = [entry.name for entry in fields(kind) if entry.default is MISSING]
+    optional: list[str] = [entry.name for entry in fields(kind) if entry.default is not MISSING]
+    wanted = f", and if wanted {', '.join(optional)}" if optional else ""
+    allowed = f"It has {', '.join(required)}{wanted}."
     if not isinstance(data, Mapping):
         raise ConfigError([f"must be a mapping, got {data!r}. {allowed}"])
     missing = [name for name in required if name not in data]
@@ -148,7 +176,11 @@ def _check_names(data: object) -> None:
         raise ConfigError(problems)
 
 
-def _check_values(entry: Reference) -> None:
+def _check_values(entry: Reference | Suite) -> None:
+    if isinstance(entry, Suite):
+        if not (entry.tasks and entry.frames and min(entry.frames) > 0):
+            raise ConfigError(["tasks and frames must have at least one entry, frames positive."])
+        return
     problems = []
     if entry.algo is not None and entry.algo not in ALGORITHMS:
         problems.append(f"algo must be one of {', '.join(ALGORITHMS)}, got {entry.algo!r}.")

@@ -40,8 +40,9 @@ __all__ = [
 
 # Runs have seeds such as 0, 1, 2; those of their evaluations are far away from all of them.
 _EVALUATION_SEED = 1_000_003
-# Gradient steps after which half a minute of compiling is earned back, with a margin.
-_STEPS_WORTH_COMPILING = 20_000
+# Gradient steps after which half a minute of compiling is earned back, with a margin, and the
+# second that it takes to record an update.
+_STEPS_WORTH_COMPILING, _STEPS_WORTH_RECORDING = 20_000, 2_000
 
 
 @dataclass
@@ -72,6 +73,7 @@ def assemble(
     parts: UserParts | None = None,
     *,
     make_collector: Callable[[TransformedEnv, LossModule], BaseCollector] | None = None,
+    prepare_env: Callable[[TransformedEnv], Any] | None = None,
 ) -> Assembly:
     """Everything that a run of these settings trains with.
 
@@ -83,6 +85,7 @@ def assemble(
     Keyword Args:
         make_collector (callable, optional): makes another collector for the trainer, from the
             environment and the loss.
+        prepare_env (callable, optional): called with the environment before its first step.
 
     Returns:
         Its parts, seeded with ``config.seed``.
@@ -96,6 +99,8 @@ def assemble(
     np.random.seed(config.seed)
     keep_freed_memory()
     env = make_training_env(config, parts)
+    if prepare_env is not None:
+        prepare_env(env)
     problems = list(config.problems_with_episodes(env.base_env.step_limit))
     if problems:
         raise ConfigError(problems)
@@ -122,7 +127,10 @@ def assemble(
         )
     except (ValueError, TypeError) as error:
         raise ConfigError([f"optim: {error}"]) from error
-    if resolve_compile(config)[0].compile.enabled:
+    enabled = resolve_compile(config)[0].compile.enabled
+    if enabled == "recorded":
+        trainer.optimization_stepper.compiled = CompiledGradients(backend="recorded")
+    elif enabled:
         trainer.optimization_stepper.compiled = CompiledGradients(config.compile.mode)
     if isinstance(trainer.optimization_stepper, GuardedStepper):
         trainer.optimization_stepper.reports_param_delta = config.logger.param_delta
@@ -153,7 +161,7 @@ def _with_replay_device(config: RunConfig) -> RunConfig:
 
 
 def resolve_compile(config: RunConfig, *, resumed: bool = False) -> tuple[RunConfig, str | None]:
-    """Settings in which ``compile.enabled`` is true or false, and a line for the user if it helps.
+    """Settings in which ``compile.enabled`` is not "auto", and a line for the user if it helps.
 
     It depends on the settings and on whether there is a compiler, never on a timing, so that the
     same command gives the same run.
@@ -168,14 +176,16 @@ def resolve_compile(config: RunConfig, *, resumed: bool = False) -> tuple[RunCon
     enabled, note = config.compile.enabled, None
     automatic = enabled == "auto"
     if automatic:  # networks of the user's may do what can't be traced
-        own_networks = config.network.factory is None
-        enabled = own_networks and config.compilable_steps >= _STEPS_WORTH_COMPILING
-    missing = why_not(resolve_device(config.device).type) if enabled else None
+        steps = config.compilable_steps if config.network.factory is None else 0
+        enabled = "recorded" if steps >= _STEPS_WORTH_RECORDING else False
+        enabled = True if steps >= _STEPS_WORTH_COMPILING else enabled
+    missing = why_not(resolve_device(config.device).type) if enabled is True else None
     if missing is not None:
         if not (automatic or resumed):
             raise ConfigError([f"compile.enabled=true is not possible here: {missing}."])
-        enabled, note = False, f"updates are not compiled, which would be faster: {missing}"
-    return replace(config, compile=replace(config.compile, enabled=bool(enabled))), note
+        enabled = "recorded"
+        note = f"updates are not compiled, which would be faster: {missing}"
+    return replace(config, compile=replace(config.compile, enabled=enabled)), note
 
 
 # Environments ------------------------------------------------------------------------------------

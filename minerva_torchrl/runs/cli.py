@@ -63,6 +63,17 @@ def run_training(algo: str, arguments: Sequence[str], *, config_dir: Path | None
     with tempfile.TemporaryDirectory() as private:  # where Hydra notes what a sweep consists of
         sys.argv.append(f"hydra.sweep.dir={hydra_text(private)}")
         program()
+        found = Path(private) / "optimization_results.yaml"
+        if found.exists():  # of a search
+            _write(*_best_of(OmegaConf.to_container(OmegaConf.load(found))))
+
+
+def _best_of(results: Any) -> list[str]:
+    """What a search has found, from what Hydra's Optuna sweeper writes: settings as to be typed."""
+    if "best_value" not in results:  # of several objectives
+        return []
+    settings = " ".join(f"{name}={value}" for name, value in results["best_params"].items())
+    return [f"best of the search: {float(results['best_value']):.1f} with {settings}"]
 
 
 def train(config: DictConfig) -> float | None:

@@ -346,7 +346,8 @@ def python_command() -> str:
 def train_command(algo: str) -> str:
     """What to type to train, in the way that this program was started: by a script or not."""
     script = sys.argv[0]
-    if script.endswith(".py") and not script.endswith("__main__.py"):
+    others = ("__main__.py", "default_worker.py")  # the second one is Ray's, for runs of a sweep
+    if script.endswith(".py") and not script.endswith(others):
         return f"{python_command()} {shlex.quote(script)}"
     return f"{python_command()} -m minerva_torchrl train {algo}"
 

@@ -7,11 +7,9 @@ Four parts: ``model`` (networks, targets, duals, statistics of the observations:
 
 from __future__ import annotations
 
-import math
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -20,15 +18,21 @@ from tensordict import TensorDict, TensorDictBase
 from torch import Tensor
 from torch.optim.lr_scheduler import LambdaLR
 from torchrl.data import TensorDictReplayBuffer
-from torchrl.envs import InitTracker, RewardSum, StepCounter, TransformedEnv
+from torchrl.envs import TransformedEnv
 from torchrl.objectives.common import LossModule
 
-from minerva_torchrl.envs import ReturnStdScaling, RunningObservationNorm, StaggeredEpisodes
+from minerva_torchrl.envs import ReturnStdScaling
 from minerva_torchrl.runs.assemble import Assembly
 from minerva_torchrl.runs.callbacks import Callback
 from minerva_torchrl.runs.checkpoints import Checkpoint, CheckpointError
+from minerva_torchrl.runs.fitting import (
+    KNOWN_TRANSFORMS,
+    check_callbacks,
+    check_environments,
+    check_networks,
+    check_structure,
+)
 from minerva_torchrl.runs.metrics import MetricsBuffer
-from minerva_torchrl.runs.structure import check_like, check_optimizer, check_rows
 
 __all__ = [
     "capture",
@@ -40,26 +44,6 @@ __all__ = [
     "restore_replay",
     "state_is_exact",
 ]
-
-# Those of others may have a state that is not known here.
-_KNOWN_TRANSFORMS = (
-    InitTracker,
-    StepCounter,
-    RewardSum,
-    StaggeredEpisodes,
-    RunningObservationNorm,
-    ReturnStdScaling,
-)
-# What a replay buffer has of each step at least, besides the action.
-_STORED = (
-    "observation",
-    "next.observation",
-    "next.reward",
-    "next.done",
-    "next.terminated",
-    "next.truncated",
-    "collector.traj_ids",
-)
 
 
 def capture(
@@ -149,10 +133,11 @@ def restore(
             f"{', '.join(sorted(missing))}."
         )
     with _explained(checkpoint):
-        _check_fits(assembly.loss, parts["model"]["loss"], checkpoint)
-        _check_environments(assembly, parts["environment"], checkpoint)
-        _check_callbacks(callbacks, parts["training"], checkpoint)
-        _check_structure(assembly, parts, checkpoint)
+        check_networks(assembly.loss, parts["model"]["loss"], checkpoint)
+        check_environments(assembly, parts["environment"], checkpoint)
+        check_callbacks(callbacks, parts["training"], checkpoint)
+        template = capture(assembly, episodes=parts["environment"]["simulators"] is not None)
+        check_structure(assembly, parts, template, checkpoint)
         bad = not_finite(parts)
         if bad is not None:
             raise CheckpointError(f"{checkpoint.path} can't be resumed from: {bad} is not finite.")
@@ -181,13 +166,13 @@ def restore_model(loss: LossModule, env: TransformedEnv, checkpoint: Checkpoint)
     """
     model = checkpoint.load("model")
     with _explained(checkpoint):
-        _check_fits(loss, model["loss"], checkpoint)
+        check_networks(loss, model["loss"], checkpoint)
         _restore_model(loss, env, model)
 
 
 def state_is_exact(assembly: Assembly) -> bool:
     """Whether the environments can be restored in the middle of an episode."""
-    known = all(type(transform) in _KNOWN_TRANSFORMS for transform in assembly.env.transform)
+    known = all(type(transform) in KNOWN_TRANSFORMS for transform in assembly.env.transform)
     return known and bool(assembly.env.base_env.exact_state)
 
 
@@ -221,141 +206,6 @@ def _explained(checkpoint: Checkpoint) -> Iterator[None]:
         reason = " ".join(str(error).split())[:300]
         kind = "" if type(error) is ValueError else f"{type(error).__name__}, "
         raise CheckpointError(f"{checkpoint.path} does not fit the run: {kind}{reason}") from error
-
-
-def _check_fits(loss: LossModule, state: Mapping[str, Any], checkpoint: Checkpoint) -> None:
-    """Compare the networks. Of these, ``load_state_dict`` would not notice if one is missing."""
-    shapes, saved = (
-        {name: tuple(tensor.shape) for name, tensor in tensors.items() if "_params." in name}
-        for tensors in (loss.state_dict(), state)
-    )
-    if shapes != saved:
-        names = sorted(name for name in shapes | saved if shapes.get(name) != saved.get(name))
-        raise CheckpointError(
-            f"{checkpoint.path} is from other networks: {len(names)} tensors differ, for example "
-            f"{names[0]} with shape {saved.get(names[0])} instead of {shapes.get(names[0])}."
-        )
-
-
-def _check_environments(
-    assembly: Assembly, state: Mapping[str, Any], checkpoint: Checkpoint
-) -> None:
-    saved, wanted = state["carrier"]["batch_size"], list(assembly.env.batch_size)
-    if saved != wanted:
-        raise CheckpointError(
-            f"{checkpoint.path} is from other environments: their shape is {saved} instead of "
-            f"{wanted}."
-        )
-
-
-def _check_callbacks(
-    callbacks: Sequence[Callback], state: Mapping[str, Any], checkpoint: Checkpoint
-) -> None:
-    saved = [entry["class"] for entry in state.get("callbacks", [])]
-    given = [type(callback).__qualname__ for callback in callbacks]
-    if saved != given:
-        raise CheckpointError(
-            f"{checkpoint.path} is from a run with other callbacks: {', '.join(saved) or 'none'} "
-            f"instead of {', '.join(given) or 'none'}."
-        )
-
-
-def _check_structure(assembly: Assembly, parts: Mapping[str, Any], checkpoint: Checkpoint) -> None:
-    """Compare names, types and shapes with those of a run that has just been made."""
-    if parts["training"].get("frames") != checkpoint.frames:
-        raise ValueError(f"training.frames is not that of the checkpoint, {checkpoint.frames}")
-    template = capture(assembly, episodes=parts["environment"]["simulators"] is not None)
-    copies = tuple(assembly.env.batch_size)
-    waiting = template["environment"]["carrier"].get("entries", {})
-
-    def check_carrier(entries: Any) -> None:
-        path = "environment.carrier.entries"
-        check_rows(entries, path, rows=copies[0] if copies else 1, names=())
-        check_like({name: entries[name] for name in waiting}, waiting, path)
-
-    def check_return(value: Any) -> None:
-        if value is not None:
-            path = "environment.discounted_returns"
-            check_like(value, torch.zeros(*copies, 1, dtype=torch.float64), path)
-
-    free: dict[str, Callable[[Any], None]] = {
-        "environment.simulators": _anything,
-        "environment.carrier.entries": check_carrier,
-        "training.callbacks": _anything,
-        "training.random": _anything,
-        "training.metrics": _check_metrics,
-        "replay.data": partial(_check_replay, assembly),
-        "training.hooks.replay_memory": partial(_check_memory, assembly),
-    }
-    for index in range(len(template["environment"]["discounted_returns"])):
-        free[f"environment.discounted_returns.{index}"] = check_return
-    if not all(type(transform) in _KNOWN_TRANSFORMS for transform in assembly.env.transform):
-        free["model.transforms"] = _anything
-    for name, hook in assembly.trainer._modules.items():
-        path = f"training.hooks.{name}"
-        if type(hook).__module__.partition(".")[0] not in ("minerva_torchrl", "torch", "torchrl"):
-            free[path] = _anything
-        for title, optimizer in getattr(hook, "_optimizers", {}).items():
-            inside = f"{path}.{title}.state"
-            free[inside] = partial(check_optimizer, optimizer=optimizer, path=inside)
-    # Other versions of PyTorch may save other things.
-    same_names = bool(checkpoint.versions) and not checkpoint.other_versions()
-    for part in parts.keys() & template.keys():
-        check_like(parts[part], template[part], part, free=free, same_names=same_names)
-
-
-def _anything(value: Any) -> None:
-    """What it is for will refuse what it can't use."""
-
-
-def _check_metrics(state: Any) -> None:
-    losses = state["losses"]
-    if losses is not None:
-        rows = len(next(iter(losses.values())))
-        check_rows(losses, "training.metrics.losses", rows=rows, names=())
-    for name in ("returns", "lengths"):
-        check_like(state[name], [-math.inf] * len(state[name]), f"training.metrics.{name}")
-    if state["episode_return"] is not None:
-        check_like(state["episode_return"], -math.inf, "training.metrics.episode_return")
-
-
-def _check_replay(assembly: Assembly, data: Any) -> None:
-    buffer: Any = assembly.replay_buffer
-    if data is None or buffer is None:
-        return
-    if data.keys() != {"entries", "batch_size", "names"}:
-        raise ValueError(f"replay.data has {', '.join(map(str, data))[:80]}")
-    (rows,) = data["batch_size"]
-    if type(rows) is not int or not 0 < rows <= _max_size(buffer):
-        raise ValueError(f"replay.data.batch_size is {str(data['batch_size'])[:40]}")
-    names = (*_stored(assembly), "index")
-    if getattr(getattr(assembly.trainer, "memory", None), "_multi_step", None) is not None:
-        names += ("steps_to_next_obs",)
-    check_rows(data["entries"], "replay.data.entries", rows=rows, names=names)
-    size = assembly.env.observation_spec["observation"].shape[-1]
-    for entries in (data["entries"], data["entries"]["next"]):
-        observation = entries["observation"]
-        if observation.shape != (rows, size) or observation.dtype != torch.float32:
-            raise ValueError(f"replay.data has observations of shape {list(observation.shape)}")
-
-
-def _stored(assembly: Assembly) -> tuple[str, ...]:
-    """Names of what is stored of each step at least, with dots between those of dictionaries."""
-    keys = (key if isinstance(key, tuple) else (key,) for key in assembly.env.action_keys)
-    return (*_STORED, *map(".".join, keys))
-
-
-def _max_size(buffer: Any) -> int:
-    return int(buffer.max_size if hasattr(buffer, "max_size") else buffer.storage.max_size)
-
-
-def _check_memory(assembly: Assembly, state: Any) -> None:
-    check_like(state["gaps"], 0, "training.hooks.replay_memory.gaps")
-    if state.get("waiting") is not None:
-        rows = state["batch_size"][0]
-        check_rows(
-            state["waiting"], "training.hooks.replay_memory", rows=rows, names=_stored(assembly)
-        )
 
 
 def _restore_model(loss: LossModule, env: TransformedEnv, state: Mapping[str, Any]) -> None:

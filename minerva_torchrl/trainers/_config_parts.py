@@ -19,6 +19,8 @@ from torchrl.trainers.algorithms.configs.data import SamplerConfig
 from torchrl.trainers.algorithms.configs.envs_libs import EnvLibsConfig
 
 from minerva_torchrl.envs import make_env
+from minerva_torchrl.objectives import critics
+from minerva_torchrl.objectives.critics import CRITICS, Critic
 from minerva_torchrl.trainers.sequences import SequenceSampler
 
 __all__ = [
@@ -27,6 +29,7 @@ __all__ = [
     "RetraceSliceSamplerConfig",
     "SequenceSamplerConfig",
     "complete",
+    "critic_nodes",
     "fields_from",
 ]
 
@@ -184,3 +187,23 @@ class MinervaEnvConfig(EnvLibsConfig):
     """
 
     _target_: str = "minerva_torchrl.envs.make_env"
+
+
+def critic_nodes() -> dict[str, type]:
+    """By name, nodes of the group ``critic``: what the outputs of a critic's network mean.
+
+    Examples:
+        >>> from hydra.utils import instantiate
+        >>> sorted(critic_nodes())[:3]
+        ['categorical', 'gaussian_mixture', 'hl_gauss']
+        >>> instantiate(critic_nodes()["quantile"](num_quantiles=8)).width
+        8
+    """
+    return {name: _critic_node(kind) for name, kind in CRITICS.items()}
+
+
+def _critic_node(kind: type[Critic]) -> type:
+    target = f"{critics.__name__}.{kind.__name__}"
+    node = type(f"{kind.__name__}Config", (), {"_target_": target, "__annotations__": {}})
+    node.__annotations__["_target_"] = str
+    return fields_from(kind.__init__)(node)

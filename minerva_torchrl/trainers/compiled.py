@@ -14,7 +14,7 @@ from tensordict import TensorDictBase
 from torch import Tensor, nn
 from torch.fx import GraphModule
 
-from minerva_torchrl.trainers.tracing import Backend, Origin, TracedFunction, kind_of
+from minerva_torchrl.trainers.tracing import Backend, Origin, TracedFunction, kind_of, replayed
 
 __all__ = ["CompiledGradients", "Evaluation", "clip_gradients", "sum_of_losses", "why_not"]
 
@@ -50,7 +50,9 @@ class CompiledGradients:
 
     Args:
         mode (str): mode of ``torch.compile``. Defaults to ``"default"``.
-        backend (str): backend of ``torch.compile``. Defaults to ``"inductor"``.
+        backend (str): backend of ``torch.compile``. Defaults to ``"inductor"``. With ``"recorded"``
+            nothing is compiled: the recorded operations are called again, one after the other,
+            which gives the eager update's numbers to the last bit without its Python.
 
     Examples:
         >>> from tensordict import TensorDict
@@ -75,6 +77,8 @@ class CompiledGradients:
         self.backend = backend
         self.announce: Callable[[str], None] = lambda line: None
         """Is told when a compilation begins and ends."""
+        self.one_graph = backend != "recorded"
+        """Whether a graph costs so much that one should serve updates with and without metrics."""
         self._graphs: dict[Any, _Graph] = {}
         self._looked_at: set[Any] = set()
         self._compilations: dict[Any, int] = {}
@@ -117,6 +121,8 @@ class CompiledGradients:
                 f"{type(loss).__name__} would be compiled for the {count}th time, because "
                 f"{changed} changes from update to update. Make it a buffer, or don't compile."
             )
+        if self.backend == "recorded":
+            return _Graph(loss, batch, method, groups, replayed)
         self.announce("compiling the update, which takes up to a minute")
         start = time.perf_counter()
         with _signals_wait():
@@ -131,8 +137,16 @@ class CompiledGradients:
             return backend(graph, inputs)
         from torch._inductor import config, list_mode_options
 
-        # Random numbers are the draws of the eager update.
-        with config.patch({**list_mode_options(self.mode), "fallback_random": True}):
+        options = {
+            **list_mode_options(self.mode),
+            "fallback_random": True,  # the draws of the eager update
+            "size_asserts": False,  # shapes have been compared before
+            "alignment_asserts": False,
+            # What calls the kernels in C++, too, and all in one file, which is read by the C++
+            # compiler once.
+            "cpp_wrapper": all(x.device.type == "cpu" for x in (*inputs, *graph.buffers())),
+        }
+        with config.patch(options):
             return backend(graph, inputs)
 
 
@@ -152,7 +166,7 @@ class _Graph:
         self._has_gradient: list[bool] = []
 
         def evaluate(data: TensorDictBase) -> list[Tensor]:
-            losses, gradients, finite = _evaluate(call, groups, data)
+            losses, gradients, finite = _evaluate(call, groups, data, backend is not replayed)
             self._names = list(losses)
             self._has_gradient = [gradient is not None for gradient in gradients]
             return [finite, *losses.values(), *(x for x in gradients if x is not None)]
@@ -182,6 +196,7 @@ def _evaluate(
     call: Callable[[TensorDictBase], TensorDictBase],
     groups: Groups,
     batch: TensorDictBase,
+    fused: bool,
 ) -> Evaluation:
     """What is traced."""
     losses = call(batch)
@@ -192,15 +207,23 @@ def _evaluate(
     for group, clip in groups:
         end = start + len(group)
         of_group = [x for x in gradients[start:end] if x is not None]
-        finite = finite & clip_gradients(of_group, clip).isfinite()
+        finite = finite & clip_gradients(of_group, clip, fused=fused).isfinite()
         start = end
     return Evaluation({name: x.detach() for name, x in losses.items()}, gradients, finite)
 
 
 @torch.no_grad()
-def clip_gradients(gradients: list[Tensor], clip: float | None) -> Tensor:
-    """Scale gradients, in place, to a joint norm of at most ``clip``; returns their norm."""
-    norm = nn.utils.get_total_norm(gradients)
+def clip_gradients(gradients: list[Tensor], clip: float | None, *, fused: bool = False) -> Tensor:
+    """Scale gradients, in place, to a joint norm of at most ``clip``; returns their norm.
+
+    ``fused`` is for a compiler, which has no code of its own for the usual norm.
+    """
+    if fused and gradients:
+        norm = torch.stack([x.square().sum() for x in gradients]).sum().sqrt()
+    elif len({(x.dtype, x.device) for x in gradients}) == 1:
+        norm = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))
+    else:
+        norm = nn.utils.get_total_norm(gradients)
     if clip is not None and gradients:
         torch._foreach_mul_(gradients, (clip / (norm + 1e-6)).clamp(max=1.0))
     return norm

@@ -4,6 +4,8 @@ Importing this module adds nodes to the groups of :mod:`torchrl.trainers.algorit
 
 - ``loss/mpo`` and ``loss/vmpo``: a loss with its value estimator;
 - ``trainer/mpo`` and ``trainer/vmpo``: a trainer, which completes the nodes that it is given;
+- ``critic/hl_gauss``, ``critic/quantile``, ...: what the outputs of a critic's network mean, for
+  ``critic`` of a loss;
 - ``model/independent_normal``: a Gaussian policy without tanh;
 - ``sampler/sequences``: sequences of one trajectory each;
 - ``env/minerva``: an environment by name.
@@ -98,6 +100,7 @@ from minerva_torchrl.trainers._config_parts import (
     RetraceSliceSamplerConfig,
     SequenceSamplerConfig,
     complete,
+    critic_nodes,
     fields_from,
 )
 from minerva_torchrl.trainers.hooks import weights_to_collector
@@ -358,6 +361,7 @@ def register() -> None:
         "sampler/sequences": SequenceSamplerConfig,
         "sampler/retrace_slice": RetraceSliceSamplerConfig,
         "env/minerva": MinervaEnvConfig,
+        **{f"critic/{name}": node for name, node in critic_nodes().items()},
     }
     for path, node in nodes.items():
         group, _, name = path.partition("/")

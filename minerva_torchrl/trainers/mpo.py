@@ -161,8 +161,8 @@ class MPOOptimizationStepper(GuardedStepper):
                 "optimizer_actor": self.clip_actor,
                 "optimizer_dual": self.clip_dual,
             }
-            # One graph for all: in it the metrics cost less than to compile another one.
-            method = None if with_metrics or self.compiled is not None else "training_loss"
+            # In a compiled graph the metrics cost less than to compile another one.
+            method = None if with_metrics or self._one_graph else "training_loss"
             losses, taken = self._evaluate(learner, batch, method, clips)
             for name in clips:
                 self._step_if(taken, name)

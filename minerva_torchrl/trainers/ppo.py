@@ -117,7 +117,7 @@ class PPOOptimizationStepper(GuardedStepper):
             may_be_last = epoch == self.num_epochs or self.target_kl is not None
             # Nobody sees the metrics of an epoch that is not the last.
             losses_only = not may_be_last and isinstance(loss, DirectClipPPOLoss)
-            losses_only = losses_only and self.compiled is None  # where one graph serves all
+            losses_only = losses_only and not self._one_graph
             method = "losses" if losses_only else None
             outputs = [
                 self._take_step(learner, minibatch, method)

@@ -130,6 +130,11 @@ class GuardedStepper(OptimizationStepper):
     def _update(self, learner: Learner, batch: TensorDictBase) -> TensorDict:
         raise NotImplementedError
 
+    @property
+    def _one_graph(self) -> bool:
+        """Whether one graph should serve updates with and without metrics."""
+        return self.compiled is not None and self.compiled.one_graph
+
     # One backward pass ---------------------------------------------------------------------------
 
     def _evaluate(
@@ -181,7 +186,8 @@ class GuardedStepper(OptimizationStepper):
         if not isinstance(losses, Tensor):
             losses = sum_of_losses(losses)
         for name in clips:
-            self._optimizers[name].zero_grad()
+            for parameter in _parameters(self._optimizers[name]):
+                parameter.grad = None
         losses.backward()
         total = losses.detach()
         for name, clip in clips.items():

@@ -163,19 +163,42 @@ def test_constraint_losses(shape: tuple[int, ...]) -> None:
 
 
 def test_relative_losses() -> None:
-    """The values are those of the dual; the multiplier steps by the relative violation alone."""
+    """The loss is the dual's, and the multiplier steps by the relative violation alone.
+
+    The penalty is that of a plain multiplier where the bound is met on average, up to e² times as
+    large where it is violated, and as much smaller where there is room.
+    """
     kl = torch.tensor([[0.5, 0.1, 0.3], [0.7, 0.0, 0.2]], requires_grad=True)
     for init, epsilon in ((4.0, 0.2), (4e3, 0.2), (4.0, 2e-6)):
         constraint = Constraint(init, epsilon, (3,), relative=True)
         penalty, loss = constraint.losses(kl)
-        plain = Constraint(init, epsilon, (3,)).losses(kl)
-        torch.testing.assert_close((penalty, loss), plain, rtol=1e-5, atol=1e-6)
+        _, plain_loss = Constraint(init, epsilon, (3,)).losses(kl)
+        torch.testing.assert_close(loss, plain_loss, rtol=1e-5, atol=1e-6)
+        violation = (kl.detach().mean(0) / epsilon - 1).clamp(-1, 1)
+        expected = init * kl * (2 * violation).exp()
+        torch.testing.assert_close(penalty, expected.sum(-1), rtol=1e-5, atol=1e-6)
         by_kl, by_raw = torch.autograd.grad(loss.mean(), (kl, constraint.raw), allow_unused=True)
         assert by_kl is None
         mean_kl = kl.detach().mean(0)
         expected = (epsilon - mean_kl) / mean_kl.clamp_min(epsilon)
         torch.testing.assert_close(by_raw, expected)
         assert by_raw.abs().max() <= 1
+
+
+@pytest.mark.parametrize(
+    ("kl", "factor"),
+    [(0.1, 1.0), (0.0, None), (0.2, math.e**2), (5.0, math.e**2), (0.05, 1 / math.e)],
+)
+def test_relative_penalty_answers_at_once(kl: float, factor: float | None) -> None:
+    penalty, _ = Constraint(3.0, 0.1, relative=True).losses(torch.full((4, 1), kl))
+    expected = 0.0 if factor is None else 3.0 * kl * factor
+    torch.testing.assert_close(penalty, torch.full((4,), expected), rtol=1e-5, atol=0)
+
+
+def test_relative_penalty_sees_the_mean_over_all_processes() -> None:
+    constraint = Constraint(3.0, 0.1, relative=True)
+    penalty, _ = constraint.losses(torch.full((4, 1), 0.1), mean_kl=torch.tensor([0.2]))
+    torch.testing.assert_close(penalty, torch.full((4,), 0.3 * math.e**2))
 
 
 @pytest.mark.parametrize("init", [0.01, 1.0, 1e4])

@@ -16,6 +16,7 @@ from minerva_torchrl.runs.strict import ConfigError
 from minerva_torchrl.trainers.compiled import CompiledGradients
 from tests.runs.test_resume import assert_resumes
 from tests.runs.tiny import make_resumed, make_run, tiny_config
+from tests.trainers.problem import assert_identical
 
 ALGOS = ["mpo", "vmpo", "ppo"]
 LONG = {"total_frames": 10_000_000}
@@ -51,6 +52,11 @@ class TestAuto:
         assert resolved(algo) == (False, None)
         assert resolved(algo, **LONG) == (True, None)
 
+    def test_shorter_runs_are_recorded(self) -> None:
+        steps = tiny_config("mpo", total_frames=50_000).compilable_steps
+        assert 2_000 <= steps < 20_000
+        assert resolved("mpo", total_frames=50_000) == ("recorded", None)
+
     @pytest.mark.parametrize(
         ("algo", "changes"),
         [
@@ -78,7 +84,7 @@ class TestAuto:
 class TestWithoutCompiler:
     def test_auto_says_why(self) -> None:
         enabled, note = resolved("mpo", **LONG)
-        assert not enabled
+        assert enabled == "recorded"
         assert note is not None
         assert note.endswith("no C++ compiler was found")
 
@@ -93,14 +99,32 @@ class TestWithoutCompiler:
         settings.write_text(settings.read_text().replace("enabled: false", "enabled: true"))
         stream = io.StringIO()
         run = make_resumed(tmp_path, stream, total_frames=200)
-        assert run.assembly.trainer.optimization_stepper.compiled is None
+        assert run.assembly.trainer.optimization_stepper.compiled.backend == "recorded"
         run.train()
         assert stream.getvalue().count("no C++ compiler was found") == 1
 
 
-def test_true_is_refused_where_nothing_would_be_compiled() -> None:
-    with pytest.raises(ConfigError, match=r"compile\.enabled=true is for updates taken as a whole"):
-        tiny_config("mpo", compile__enabled=True, optim__dual_order="dual_first")
+@pytest.mark.parametrize("enabled", [True, "recorded"])
+def test_refused_where_nothing_would_be_compiled(enabled: bool | str) -> None:
+    match = rf"compile\.enabled={str(enabled).lower()} is for updates taken as a whole"
+    with pytest.raises(ConfigError, match=match):
+        tiny_config("mpo", compile__enabled=enabled, optim__dual_order="dual_first")
+
+
+@pytest.mark.parametrize(
+    "algo", ["mpo", *(pytest.param(x, marks=pytest.mark.slow) for x in ("vmpo", "ppo"))]
+)
+def test_recorded_runs_are_the_eager_ones(algo: str, tmp_path: Path) -> None:
+    """To the last bit, so that it does not matter which of them a run was."""
+    states = []
+    for enabled in (False, "recorded"):
+        run = make_run(tiny_config(algo, compile__enabled=enabled), tmp_path / str(enabled))
+        run.train()
+        compiled = run.assembly.trainer.optimization_stepper.compiled
+        assert (compiled is None) == (enabled is False)
+        assert compiled is None or compiled.backend == "recorded"
+        states.append(run.assembly.loss.state_dict())
+    assert_identical(states[0], states[1])
 
 
 @pytest.mark.usefixtures("compiler")

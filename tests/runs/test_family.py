@@ -40,6 +40,12 @@ MEMBERS: dict[str, dict[str, Any]] = {
         "network.num_critics": 2,
     },
     "objectives": {**ENERGY, "loss.objectives": {"energy": {"epsilon": 0.1, "reward": "energy"}}},
+    "objectives apart": {
+        **ENERGY,
+        "loss.objectives": {"energy": {"epsilon": 0.1, "reward": "energy"}},
+        "network.objective_networks": "separate",
+        "network.num_critics": 2,
+    },
 }
 
 

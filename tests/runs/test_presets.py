@@ -206,7 +206,7 @@ def test_settings_without_a_preset_reach_their_objects() -> None:
     stepper = assembly.trainer.optimization_stepper
     assert assembly.trainer.target_net_updater.value_network_update_interval == 6
     assert stepper.num_policy_steps == 3
-    assert rates(stepper.optimizer_dual) == [0.5, 1e-2]
+    assert rates(stepper.optimizer_dual) == [0.5, 1e-3]
     assert assembly.replay_buffer.storage.max_size == 600
     assert assembly.replay_buffer.batch_size == 128
     assert assembly.replay_buffer.sampler.sequence_length == 4
@@ -217,6 +217,17 @@ def test_settings_without_a_preset_reach_their_objects() -> None:
     assert assembly.actor(observation)["scale"].mean().item() == pytest.approx(0.25, abs=0.1)
 
 
+@pytest.mark.parametrize(
+    ("task", "given", "epsilon"),
+    [("gym:Pendulum-v1", None, 0.5), ("gym:CartPole-v1", None, 0.1), ("gym:CartPole-v1", 0.3, 0.3)],
+)
+def test_the_bound_of_the_weights_fits_the_actions(
+    task: str, given: float | None, epsilon: float
+) -> None:
+    assembly = build("mpo", "default", env={"name": task}, loss={"epsilon": given})
+    assert assembly.loss.epsilon.item() == pytest.approx(epsilon)
+
+
 @pytest.mark.parametrize("preset", ["acme", "tonic"])
 def test_presets_of_others_do_not_follow_the_defaults(preset: str) -> None:
     """What these implementations share with the papers, and the defaults here do not."""
@@ -224,4 +235,7 @@ def test_presets_of_others_do_not_follow_the_defaults(preset: str) -> None:
     loss = assembly.loss
     assert loss.num_action_samples == 20
     assert loss.epsilon.item() == pytest.approx(0.1)
+    assert loss.epsilon_stddev.item() == pytest.approx(1e-6)
+    assert loss.alpha_update == "gradient"
+    assert rates(assembly.trainer.optimization_stepper.optimizer_dual) == [1e-2, 1e-2]
     assert loss.epsilon_penalty.item() == pytest.approx(1e-3)

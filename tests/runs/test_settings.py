@@ -57,7 +57,8 @@ from tests.runs.tiny import content, make_run, nested, tiny_config
         ("mpo", "total_frames", None, "total_frames must be an integer, got null"),
         ("mpo", "env.num_envs", [1], r"env.num_envs must be an integer, got \[1\] \(list\)"),
         # A number.
-        ("mpo", "loss.epsilon", "0.1", r"loss.epsilon must be a number, got '0.1' \(str\)"),
+        ("mpo", "loss.gamma", "0.1", r"loss.gamma must be a number, got '0.1' \(str\)"),
+        ("mpo", "loss.epsilon", "0.1", r"loss.epsilon must be a number or null, got '0.1'"),
         ("mpo", "optim.lr_actor", False, r"optim.lr_actor must be a number, got False \(bool\)"),
         ("mpo", "loss.gamma", {}, r"loss.gamma must be a number, got {} \(dict\)"),
         # True or false.

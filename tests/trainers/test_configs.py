@@ -30,6 +30,7 @@ from minerva_torchrl import (
     VMPOLoss,
     VMPOTrainer,
 )
+from minerva_torchrl.objectives.critics import CRITICS, HLGaussCritic
 from minerva_torchrl.trainers import SequenceSampler, configs
 from tests.trainers.config_files import LOSS_ALONE, MPO, VMPO, WHOLE_PARTS
 
@@ -95,6 +96,21 @@ class TestMPOTrainer:
         assert isinstance(loss.value_estimator, TD0Estimator)
         assert all_changed(before, copies(*parts))
         assert trainer.optimization_stepper.skipped_updates == 0
+
+    def test_trains_with_a_critic_of_a_node(self, composed: Compose) -> None:
+        config = composed(
+            MPO,
+            "+critic@trainer.loss_module.critic=hl_gauss",
+            "trainer.loss_module.critic.num_atoms=7",
+            "trainer.qvalue_network.network.out_features=7",
+        )
+        trainer = instantiate(config.trainer)
+        (critic,) = trainer.loss_module.critics
+        assert isinstance(critic, HLGaussCritic)
+        assert critic.width == 7
+        before = copies(trainer.loss_module.qvalue_network_params)
+        trainer.train()
+        assert all_changed(before, copies(trainer.loss_module.qvalue_network_params))
 
     def test_documented_file_trains_with_retrace(self, composed: Compose) -> None:
         few = ("total_frames=200", "optim_steps_per_batch=2", "progress_bar=false")
@@ -462,6 +478,7 @@ class TestRegistration:
             "loss/mpo",
             "loss/vmpo",
             "model/independent_normal",
+            *(f"critic/{name}" for name in CRITICS),
             "sampler/retrace_slice",
             "sampler/sequences",
             "trainer/mpo",

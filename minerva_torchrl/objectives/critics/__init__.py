@@ -28,6 +28,7 @@ from minerva_torchrl.objectives.critics.values import (
 )
 
 __all__ = [
+    "CRITICS",
     "ActionValueCritic",
     "AllActionsCritic",
     "CategoricalCritic",
@@ -45,3 +46,13 @@ __all__ = [
     "resolve_critic",
     "side_by_side",
 ]
+
+CRITICS: dict[str, type[Critic]] = {
+    "scalar": ScalarCritic,
+    "categorical": CategoricalCritic,
+    "two_hot": TwoHotCritic,
+    "hl_gauss": HLGaussCritic,
+    "quantile": QuantileCritic,
+    "gaussian_mixture": GaussianMixtureCritic,
+}
+"""Critics by name: what ``network.critic`` of a run takes, and the nodes of Hydra's configs."""

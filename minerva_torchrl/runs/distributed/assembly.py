@@ -71,6 +71,11 @@ def assemble_on_cluster(
         return assembly
 
 
+def _freeze(env: TransformedEnv) -> None:
+    """Let only what collectors saw count: the driver's environment is reset when it is made."""
+    Statistics(env).freeze()
+
+
 def _with_learner_here(
     config: RunConfig, parts: UserParts, warn: Callable[[str], None], opened: ExitStack
 ) -> ClusterAssembly:
@@ -80,7 +85,7 @@ def _with_learner_here(
         collector = ClusterCollector(
             Task(config, parts, None),
             loss.actor_network,
-            statistics=Statistics(env).freeze(),
+            statistics=Statistics(env),
             # A run that goes on has made updates, and its collectors get other seeds.
             first_number=lambda: Workplace.first_number(assembly.trainer._optim_count),
             on_lost=warn,
@@ -93,7 +98,7 @@ def _with_learner_here(
         weights = TensorDict.from_module(assembly.loss.actor_network)
         assembly.trainer.collector.update_policy_weights_(weights)
 
-    assembly = assemble(config, parts, make_collector=make_collector)
+    assembly = assemble(config, parts, make_collector=make_collector, prepare_env=_freeze)
     assembly.trainer.register_op("setup", publish)
     return ClusterAssembly(**vars(assembly))
 
@@ -102,7 +107,7 @@ def _with_learners(
     config: RunConfig, parts: UserParts, warn: Callable[[str], None], opened: ExitStack
 ) -> ClusterAssembly:
     """Collectors, a replay service and learners, all elsewhere."""
-    assembly = assemble(config, parts)
+    assembly = assemble(config, parts, prepare_env=_freeze)
     local: Any = assembly.trainer
     memory: ReplayMemory = local.memory
     service = ReplayService(assembly.replay_buffer, config.ray.learners)
@@ -126,7 +131,7 @@ def _with_learners(
         assembly.loss.actor_network,
         frames_ahead=ahead,
         replay_buffer=service,
-        statistics=Statistics(assembly.env).freeze(),
+        statistics=Statistics(assembly.env),
         first_number=lambda: Workplace.first_number(memory.gaps + 1),
         on_lost=warn,
     )

@@ -20,6 +20,9 @@ from minerva_torchrl.text import one_line
 __all__ = ["Cluster", "resources"]
 
 _SECONDS_TO_ANSWER = 3.0
+# How two sides of gRPC begin, which Ray uses: HTTP/2 and its settings, of kind 4.
+_SETTINGS = b"\0\0\0\4\0\0\0\0\0"
+_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _SETTINGS
 # Processors for the replay service, and its memory for objects that are on their way.
 _REPLAY_CPUS = 1.0
 _OBJECT_STORE = 512 * 1024**2
@@ -80,6 +83,9 @@ class Cluster:
                 "include_dashboard": False,
                 "object_store_memory": _OBJECT_STORE,
                 "_node_ip_address": "127.0.0.1",
+                # As important as the process that was started. By default anything else that runs
+                # here would come first, and start-up could take many minutes.
+                "_system_config": {"worker_niceness": 0},
             }
         else:
             _check_answers(address)
@@ -102,15 +108,26 @@ class Cluster:
 
 
 def _check_answers(address: str) -> None:
-    """Raise unless something listens at ``host:port``. Ray itself would try for minutes."""
+    """Raise unless something at ``host:port`` speaks as Ray does. Ray would try for minutes."""
     place = parse_address(address)
     if place is None:
         return
     try:
-        socket.create_connection(place, timeout=_SECONDS_TO_ANSWER).close()
+        with socket.create_connection(place, timeout=_SECONDS_TO_ANSWER) as connection:
+            if os.environ.get("RAY_USE_TLS", "0") != "0":
+                return
+            connection.sendall(_HELLO)
+            answer = connection.recv(len(_SETTINGS))
     except OSError as error:
         reason = error.strerror or str(error) or type(error).__name__
         raise ConfigError([f"ray.address={address}: nothing answers there ({reason})."]) from None
+    if answer[3:4] != _SETTINGS[3:4]:
+        raise ConfigError(
+            [
+                f"ray.address={address}: what answers there is not Ray. The port is that of "
+                "`ray start --head`, 6379 by default."
+            ]
+        )
 
 
 def _check(needed: dict[str, float], available: Any, where: str) -> None:

@@ -186,6 +186,8 @@ class ClusterCollector(RayCollector):
 
     def _wait_for_all(self) -> None:
         """Let all collectors have a share in the first batch, unless one takes too long."""
+        for member in self._members:
+            member.since = time.monotonic()  # nobody has waited for them before
         end = time.monotonic() + self._timeout
         while self.num_ready < self.num_collectors and time.monotonic() < end:
             self._wait()

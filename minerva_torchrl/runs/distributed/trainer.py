@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -25,6 +26,8 @@ from minerva_torchrl.trainers.stepping import NonFiniteError
 
 __all__ = ["ClusterTrainer"]
 
+# For learners that are told to end.
+_SECONDS_TO_END = 5.0
 # Hooks of the updates, which are elsewhere: they are called once per batch, here.
 _AFTER_UPDATES = ("post_optim", "post_optim_complete_log")
 
@@ -87,6 +90,10 @@ class ClusterTrainer(Trainer):
             progress_bar=False,
             auto_log_optim_steps=False,
         )
+        # After a loss TorchRL would wait for those that are left for as long as for an update,
+        # though they may be waiting for the one that is gone.
+        execution: Any = self._execution_backend
+        execution.shutdown = partial(execution.shutdown, timeout=_SECONDS_TO_END)
         self.service, self.cluster = replay_buffer, collector
         # What a run asks a trainer for, and what checkpoints are made of.
         self.optimization_stepper = local.optimization_stepper
@@ -119,6 +126,7 @@ class ClusterTrainer(Trainer):
         backend.seed = int(generator.generate_state(1)[0])  # of the first learner; others follow
         try:
             with self._explained():
+                self.cluster.start_members()  # while the learners do
                 backend.start()
                 self._pulled = self._optim_count
                 self._stored = len(self.service)
@@ -213,7 +221,7 @@ class ClusterTrainer(Trainer):
         """End collectors and learners. Can be called again."""
         self.cluster.shutdown()
         with contextlib.suppress(Exception):
-            self._execution_backend.shutdown(timeout=5.0)
+            self._execution_backend.shutdown()
         self._pulled = -1
 
     @contextlib.contextmanager

@@ -2,39 +2,25 @@
 
 from __future__ import annotations
 
-import os
+import contextlib
+import re
 import signal
-import subprocess
-import sys
+import socket
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from unittest import mock
 
 import pytest
+from torch.cuda import device_count as cuda_devices
 
 from minerva_torchrl.runs import ConfigError, open_checkpoint
 from tests.runs.distributed.cluster import SMALL
-from tests.runs.tiny import EXAMPLES, arguments, column, dotted, make_run, tiny_config
+from tests.runs.distributed.commands import PATIENCE, start
+from tests.runs.tiny import arguments, column, dotted, make_run, tiny_config
 
 pytestmark = pytest.mark.ray
-
-PATIENCE = 600.0
-
-
-def start(folder: Path, *command: str) -> subprocess.Popen[str]:
-    root = EXAMPLES.parent
-    path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
-    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
-    for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):  # as a user would start it
-        environment.pop(name, None)
-    return subprocess.Popen(
-        [sys.executable, str(EXAMPLES / "mpo_dmc.py"), *command],
-        cwd=folder,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    )
 
 
 def test_killed_and_resumed(tmp_path: Path) -> None:
@@ -77,10 +63,83 @@ def test_stopped_by_a_signal(tmp_path: Path) -> None:
     assert "SIGINT: finishing this batch and saving." in errors
 
 
-def test_nobody_answers(tmp_path: Path) -> None:
+@contextlib.contextmanager
+def port(answer: bytes | None) -> Iterator[int]:
+    """One that gives everybody the same answer, or lets them wait."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def serve() -> None:
+            with contextlib.suppress(OSError):
+                connection, _ = server.accept()
+                with connection:
+                    connection.recv(1000)
+                    connection.sendall(answer or b"")
+
+        thread = threading.Thread(target=serve)
+        if answer is not None:
+            thread.start()
+        yield server.getsockname()[1]
+        if answer is not None:
+            thread.join()
+
+
+@pytest.mark.parametrize(
+    ("answer", "problem"),
+    [
+        (None, "nothing answers there (timed out)"),
+        (b"", "what answers there is not Ray"),
+        (b"HTTP/1.1 400 Bad Request\r\n\r\n", "what answers there is not Ray"),
+    ],
+)
+def test_an_address_that_is_not_rays(answer: bytes | None, problem: str, tmp_path: Path) -> None:
+    with port(answer) as number:
+        refused_quickly(tmp_path, f"127.0.0.1:{number}", problem)
+
+
+def test_nobody_is_there(tmp_path: Path) -> None:
+    with port(None) as number:
+        pass
+    refused_quickly(tmp_path, f"127.0.0.1:{number}", "nothing answers there (Connection refused)")
+
+
+def refused_quickly(folder: Path, address: str, problem: str) -> None:
     begin = time.monotonic()
-    config = tiny_config("mpo", **SMALL, ray__address="127.0.0.1:9")
-    with pytest.raises(ConfigError, match=r"^ray.address=127.0.0.1:9: nothing answers there \("):
+    config = tiny_config("mpo", **SMALL, ray__address=address)
+    with pytest.raises(ConfigError, match=rf"^ray.address={address}: {re.escape(problem)}"):
+        make_run(config, folder)
+    assert time.monotonic() - begin < 30  # Ray itself would try for minutes
+    assert not list(folder.iterdir())
+
+
+@pytest.mark.parametrize("whose", ["collector", "learner"])
+def test_more_gpus_than_there_are(whose: str, tmp_path: Path) -> None:
+    config = tiny_config("mpo", **SMALL, **{f"ray__gpus_per_{whose}": 1000.0})
+    wanted = 1000 * (config.ray.collectors if whose == "collector" else 1)
+    problem = f"^the section ray asks for {wanted} GPUs, but this machine has {cuda_devices()}.$"
+    with (
+        mock.patch("ray.init", side_effect=AssertionError("nothing may start")),
+        pytest.raises(ConfigError, match=problem),
+    ):
         make_run(config, tmp_path)
-    assert time.monotonic() - begin < 60  # Ray itself would try for minutes
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize(
+    ("what", "amount"), [("gpus_per_learner", 1000.0), ("cpus_per_collector", 1000.0)]
+)
+def test_more_than_a_cluster_has(what: str, amount: float, tmp_path: Path) -> None:
+    changes = {f"ray__{what}": amount, "ray__address": "auto"}
+    config = tiny_config("mpo", **SMALL, **changes)
+    with pytest.raises(ConfigError, match=r"^the section ray asks for .*, but the cluster has "):
+        make_run(config, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_command_that_asks_for_too_much_says_so_in_a_line(tmp_path: Path) -> None:
+    process = start(tmp_path, "ray.collectors=1", "ray.gpus_per_learner=1000")
+    _, errors = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 2
+    problem = f"the section ray asks for 1000 GPUs, but this machine has {cuda_devices()}."
+    assert errors.splitlines()[-1] == f"error: {problem}"
     assert not list(tmp_path.iterdir())

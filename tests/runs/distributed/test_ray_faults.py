@@ -57,20 +57,22 @@ def test_a_node_is_lost(tmp_path: Path, cluster: Any) -> None:
     assert trainer(run).collector.replaced == 1
 
 
-@pytest.mark.parametrize(
-    ("kill", "learners", "who"),
-    [(kill_learner, 2, "a learner"), (kill_replay, 1, "the replay service")],
-)
-def test_back_to_the_last_checkpoint(kill: Any, learners: int, who: str, tmp_path: Path) -> None:
-    config = tiny_config("mpo", **STORING, ray__learners=learners)
-    run = make_run(config, tmp_path, callbacks=[At(160, kill)])
-    with pytest.raises(WorkersLost, match=f"^{who} was lost.$"):
+def test_back_to_the_last_checkpoint(tmp_path: Path) -> None:
+    """A learner is lost, and then, in the run that goes on, the replay service."""
+    config = tiny_config("mpo", **STORING, ray__learners=2)
+    run = make_run(config, tmp_path, callbacks=[At(160, kill_learner)])
+    with pytest.raises(WorkersLost, match=r"^a learner was lost\.$"):
         run.train()
     assert open_checkpoint(tmp_path).frames == run.saved_frames == 100
-    again = make_resumed(tmp_path, callbacks=[At(10**6, kill)])
+    again = make_resumed(tmp_path, callbacks=[At(160, kill_replay)], ray__learners=1)
     assert (again.frames, again.updates) == (100, 8)
-    again.train()
-    assert (again.frames, again.updates) == (200, 18)
+    with pytest.raises(WorkersLost, match=r"^the replay service was lost\.$"):
+        again.train()
+    assert open_checkpoint(tmp_path).frames == again.saved_frames == 100
+    last = make_resumed(tmp_path, callbacks=[At(10**6, kill_replay)])
+    assert (last.frames, last.updates) == (100, 8)
+    last.train()
+    assert (last.frames, last.updates) == (200, 18)
     assert column(tmp_path / "metrics.csv", "frames") == [60, 100, 160, 200]
 
 

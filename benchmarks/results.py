@@ -1,0 +1,158 @@
+"""Make the runs of results/ that are missing, in the order of results/PROTOCOL.md.
+
+    python benchmarks/results.py --list
+    python benchmarks/results.py --only suite --jobs 2
+
+A run that was interrupted goes on where it was. What is kept of a run in results/ is its
+evaluations, settings and summary.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+KEPT = ("config.yaml", "eval.csv", "summary.json")
+
+SUITE = (
+    *("acrobot-swingup", "ball_in_cup-catch", "cartpole-balance", "cartpole-balance_sparse"),
+    *("cartpole-swingup", "cartpole-swingup_sparse", "cheetah-run", "finger-spin"),
+    *("finger-turn_easy", "finger-turn_hard", "hopper-hop", "hopper-stand", "pendulum-swingup"),
+    *("reacher-easy", "reacher-hard", "walker-run", "walker-stand", "walker-walk"),
+)
+"""The 18 tasks of DM Control for which returns of MPO are published."""
+GYM = ("gym:HalfCheetah-v5", "gym:Walker2d-v5", "gym:Hopper-v5")
+SEQUENCES = {"replay_buffer.n_steps": 1, "replay_buffer.sequence_length": 8}
+SEQUENCES |= {"replay_buffer.batch_size": 16}
+BINS: dict[str, dict[str, object]] = {
+    critic: {"network.critic": critic, "network.critic_kwargs.adaptive": "true"}
+    for critic in ("categorical", "hl_gauss")
+}
+
+
+@dataclass(frozen=True)
+class Runs:
+    """Runs that differ in their task and seed only."""
+
+    folder: str
+    algo: str
+    tasks: tuple[str, ...]
+    frames: int
+    seeds: tuple[int, ...] = (0, 1, 2)
+    variant: str = ""
+    settings: Mapping[str, object] = field(default_factory=dict)
+
+    def names(self) -> Iterator[tuple[str, str, int]]:
+        """Folder, task and seed of each, all tasks with the first seed first."""
+        for seed in self.seeds:
+            for task in self.tasks:
+                parts = (self.algo, task.removeprefix("gym:"), self.variant, str(seed))
+                yield f"{self.folder}/{'-'.join(filter(None, parts))}", task, seed
+
+    def command(self, task: str, seed: int, run_dir: Path) -> list[str]:
+        """What makes one of them."""
+        example = str(ROOT / "examples" / f"{self.algo}_dmc.py")
+        if (run_dir / "config.yaml").exists():
+            return [sys.executable, example, f"resume={run_dir}"]
+        settings = {
+            "env.name": task,
+            "seed": seed,
+            "total_frames": self.frames,
+            "eval.interval": self.frames // 4 if self.frames <= 100_000 else 50_000,
+            "eval.episodes": 10,
+            "checkpoint.interval": 50_000,
+            **self.settings,
+            "run_dir": run_dir,
+        }
+        return [sys.executable, example, *(f"{name}={value}" for name, value in settings.items())]
+
+
+ALL = (
+    Runs("suite", "mpo", SUITE, 100_000),
+    Runs("suite", "mpo", ("walker-walk", "cheetah-run"), 100_000, seeds=(3, 4)),
+    Runs("long", "mpo", ("cheetah-run", "walker-run"), 500_000, seeds=(0, 1)),
+    Runs("gym", "mpo", GYM, 200_000),
+    *(
+        Runs("on-policy", algo, ("cartpole-swingup", "walker-walk", "cheetah-run", *GYM), 500_000)
+        for algo in ("ppo", "vmpo")
+    ),
+    Runs("discrete", "mpo", ("gym:CartPole-v1", "gym:Acrobot-v1"), 30_000),
+    *(
+        Runs("estimators", "mpo", ("walker-walk", "cheetah-run"), 40_000, variant=name, settings=s)
+        for name, s in {
+            "5_step": {},
+            "td_lambda": {"loss.value_estimator": "td_lambda", **SEQUENCES},
+            "retrace": {"loss.value_estimator": "retrace", **SEQUENCES},
+        }.items()
+    ),
+    *(
+        Runs("critics", "mpo", tasks, frames, variant=critic, settings=settings)
+        for tasks, frames in (
+            (("walker-walk", "cheetah-run"), 100_000),
+            (("gym:HalfCheetah-v5",), 200_000),
+        )
+        for critic, settings in BINS.items()
+    ),
+    *(
+        Runs("critics", "mpo", ("walker-walk",), 100_000, (0,), critic, {"network.critic": critic})
+        for critic in ("quantile", "gaussian_mixture")
+    ),
+)
+"""In the order in which they are made."""
+
+
+def make(runs: Runs, name: str, task: str, seed: int, out: Path) -> str:
+    """Train, and keep what results/ has of a run."""
+    run_dir, kept = out / name, ROOT / "results" / name
+    run_dir.parent.mkdir(parents=True, exist_ok=True)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with (run_dir.parent / f"{run_dir.name}.log").open("a") as log:
+        command = runs.command(task, seed, run_dir)
+        code = subprocess.run(command, stdout=log, stderr=log, env=environment).returncode
+    if code:
+        return f"{name}: exit code {code}, see {log.name}"
+    kept.mkdir(parents=True)
+    for file in KEPT:
+        shutil.copy(run_dir / file, kept / file)
+    return f"{name}: done"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--only", choices=sorted({runs.folder for runs in ALL}), help="one folder")
+    parser.add_argument("--jobs", type=int, default=2, help="runs at a time (2)")
+    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "results", help="their folders")
+    parser.add_argument("--list", action="store_true", help="name those that are missing")
+    args = parser.parse_args()
+    missing = [
+        (runs, *names)
+        for runs in ALL
+        if args.only in (None, runs.folder)
+        for names in runs.names()
+        if not (ROOT / "results" / names[0] / "summary.json").exists()
+    ]
+    if args.list:
+        for _, name, _, _ in missing:
+            sys.stdout.write(f"{name}\n")
+        return 0
+    failed = 0
+    with ThreadPoolExecutor(args.jobs) as pool:
+        for line in pool.map(lambda run: make(*run, args.out.resolve()), missing):
+            failed += not line.endswith("done")
+            sys.stdout.write(f"{line}\n")
+            sys.stdout.flush()
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

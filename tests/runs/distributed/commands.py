@@ -1,0 +1,31 @@
+"""Commands as a user would start them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+from tests.runs.tiny import EXAMPLES
+
+PATIENCE = 600.0
+"""Seconds after which a command has failed."""
+
+
+def start(folder: Path, *command: str) -> subprocess.Popen[str]:
+    """A run of MPO, which begins in a folder and in an environment that knows no cluster."""
+    root = EXAMPLES.parent
+    path = os.pathsep.join([str(root), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    for name in ("RAY_ADDRESS", "RAY_AUTH_MODE", "RAY_AUTH_TOKEN"):
+        environment.pop(name, None)
+    return subprocess.Popen(
+        [sys.executable, str(EXAMPLES / "mpo_dmc.py"), *command],
+        cwd=folder,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
