@@ -168,7 +168,7 @@ def check_same_parameters(
     assert ours.keys() == floor.keys(), f"{sorted(ours)} are not {sorted(floor)}"
     for name, parameter in ours.items():
         error = (parameter - floor[name]).abs().mean().item()
-        assert error < 1e-3 * lr, f"{name} differs from the floor's by {error} on average"
+        assert error < 2e-3 * lr, f"{name} differs from the floor's by {error} on average"
 
 
 def without_prefix(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:

@@ -50,7 +50,8 @@ class TracedFunction:
         batch: TensorDictBase,
         backend: Backend,
     ) -> None:
-        entries = _entries(batch)
+        # In an order that does not depend on the process, by which the compiler finds its caches.
+        entries = dict(sorted(_entries(batch).items(), key=lambda entry: str(entry[0])))
         with _no_effects(loss):
             function(batch.copy())  # looks that a loss takes at its first data only
             graph, self._written = _trace(function, batch, list(entries))
