@@ -364,8 +364,11 @@ class MPO(Algorithm[MPOConfig]):
             loss.set_keys(terminated=loss.tensor_keys.done)
         if estimator == "td0":
             return loss.make_value_estimator(gamma=gamma)
-        kind = "retrace" if estimator == "retrace" else ValueEstimators.TDLambda
-        return loss.make_value_estimator(kind, gamma=gamma, lmbda=lmbda)
+        if estimator == "retrace":
+            return loss.make_value_estimator("retrace", gamma=gamma, lmbda=lmbda)
+        # TorchRL's vectorised form looks at where episodes end, which a compiled graph can't.
+        kind, vectorized = ValueEstimators.TDLambda, False
+        return loss.make_value_estimator(kind, gamma=gamma, lmbda=lmbda, vectorized=vectorized)
 
     def _applicable(self, arguments: dict[str, Any], actor: Any) -> dict[str, Any]:
         """Without defaults of runs that are not for the constraints of this policy.

@@ -127,6 +127,16 @@ def test_recorded_runs_are_the_eager_ones(algo: str, tmp_path: Path) -> None:
     assert_identical(states[0], states[1])
 
 
+@pytest.mark.parametrize("estimator", ["td_lambda", "retrace"])
+def test_estimators_of_sequences_look_at_no_values(estimator: str, tmp_path: Path) -> None:
+    settings = {"loss.value_estimator": estimator, "compile.enabled": "recorded"}
+    run = make_run(tiny_config("mpo-retrace", **settings), tmp_path / "run")
+    run.train()
+    compiled = run.assembly.trainer.optimization_stepper.compiled
+    assert compiled is not None
+    assert run.updates > 2
+
+
 @pytest.mark.usefixtures("compiler")
 @pytest.mark.parametrize("algo", ALGOS)
 def test_steppers_are_compiled_if_asked_for(algo: str) -> None:
