@@ -6,8 +6,8 @@
 Times are those of 1000 frames. `minerva_torchrl` is a training run of MPO with its default
 settings, without evaluation and records. The floor is a loop of one's own: DM Control, a ring of
 plain tensors and the update of `mpo_floor.py`, with as many updates per frame. `[no updates]` is
-collecting and storing alone. A run with `compile.enabled=true` is timed as well, unless
-`--no-compile` is given.
+collecting and storing alone. Runs with recorded and compiled updates are timed as well;
+`--no-compile` leaves the latter out.
 """
 
 from __future__ import annotations
@@ -204,10 +204,14 @@ def main() -> None:
         cases[f"minerva_torchrl{suffix}"] = repeated(ours.step, **kwargs)
         cases[f"floor{suffix}"] = repeated(floor.step, **kwargs)
         floors |= dict.fromkeys(list(cases)[-2:], f"floor{suffix}")
+    others: dict[str, bool | str] = {"recorded": "recorded"}
     if args.compile:
-        assemblies.append(assemble(make_config(args.env, compile={"enabled": True})))
-        cases["minerva_torchrl[compiled]"] = repeated(warm(OurLoop(assemblies[-1]), config).step)
-        floors["minerva_torchrl[compiled]"] = "floor"
+        others["compiled"] = True
+    for name, enabled in others.items():
+        assemblies.append(assemble(make_config(args.env, compile={"enabled": enabled})))
+        title = f"minerva_torchrl[{name}]"
+        cases[title] = repeated(warm(OurLoop(assemblies[-1]), config).step)
+        floors[title] = "floor"
     frames = BATCHES * config.collector.frames_per_batch
     results = measure(cases, rounds=args.rounds, clock=args.clock, warmup=1, per=frames / 1000)
     title = f"MPO {args.env}, {config.optim.updates_per_frame:g} updates per frame"
