@@ -106,7 +106,9 @@ class MPOLossConfig(LossConfig):
     0.5 from a policy of two or three actions."""
     epsilon_mean: float = 1e-2
     """Larger than in the papers, to make up for fewer updates."""
-    epsilon_stddev: float = MPOLoss.default_constraints["stddev"][0]
+    epsilon_stddev: float = 2e-6
+    """Twice the papers', because with these learning rates the optimiser's steps alone exceed 1e-6.
+    """
     epsilon_covariance: float | None
     epsilon_policy: float | None
     per_dim_constraining: bool = True
