@@ -10,8 +10,8 @@ number of policy steps here. `minerva-seed` measures divergences over the select
 steps the multipliers before the policy. `minerva_torchrl[default,compiled]` has compiled losses and
 gradients; `--no-compile` leaves it out. The config `runs` has the sizes of a run, with minibatches.
 
-Without minibatches `rlax[...]` are the floors' updates in JAX, if `jax`, `rlax` and `optax` are installed. With
-`--threads 1` JAX works in one thread as well.
+`rlax[...]` are the floors' updates in JAX, if `jax`, `rlax` and `optax` are installed and there are
+no minibatches. With `--threads 1` JAX works in one thread as well.
 """
 
 from __future__ import annotations
