@@ -132,10 +132,15 @@ Loop = TypeVar("Loop", OurLoop, FloorLoop)
 
 
 def make_config(name: str, **changes: dict[str, Any]) -> MPOConfig:
-    """Default settings of MPO, except that updates begin early and are not compiled."""
+    """Default settings of MPO with the floor's multipliers, which follow their gradient.
+
+    Updates begin early and are not compiled.
+    """
     settings: dict[str, Any] = {
         "env": {"name": name},
         "replay_buffer": {"warmup_frames": 200},
+        "loss": {"alpha_update": "gradient"},
+        "optim": {"lr_dual": 1e-2, "lr_temperature": None},
         "compile": {"enabled": False},
     }
     for section, values in changes.items():

@@ -10,8 +10,8 @@ number of policy steps here. `minerva-seed` measures divergences over the select
 steps the multipliers before the policy. `minerva_torchrl[default,compiled]` has compiled losses and
 gradients; `--no-compile` leaves it out. The config `runs` has the sizes of a run, with minibatches.
 
-`rlax[...]` are the floors' updates in JAX, if `jax`, `rlax` and `optax` are installed. With
-`--threads 1` JAX works in one thread as well.
+`rlax[...]` are the floors' updates in JAX, if `jax`, `rlax` and `optax` are installed and there are
+no minibatches. With `--threads 1` JAX works in one thread as well.
 """
 
 from __future__ import annotations
@@ -223,7 +223,8 @@ def main() -> None:
         cases[floor_name] = lambda floor=floor, plain=plain: floor.update(plain)
         floors |= {name: floor_name, floor_name: floor_name}
         reference = make_floor(loss, stepper, preset)
-        peer = make_rlax(reference, plain) if title == preset else None
+        whole = CONFIGS[args.config].minibatch is None  # JAX's has no minibatches
+        peer = make_rlax(reference, plain) if title == preset and whole else None
         if peer is not None:
             check_rlax(peer, reference, plain)
             cases[f"rlax[{preset}]"] = peer.update

@@ -176,6 +176,7 @@ def test_mpo_is_timed_without_jax(missing: str, monkeypatch: pytest.MonkeyPatch)
     cases, floors = mpo_update.make_cases(TINY_MPO)
     assert floors == {
         "minerva_torchrl[default]": "floor",
+        "minerva_torchrl[default,recorded]": "floor",
         "floor": "floor",
         "minerva_torchrl[minerva-seed]": "floor[minerva-seed]",
         "floor[minerva-seed]": "floor[minerva-seed]",

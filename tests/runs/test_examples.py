@@ -140,7 +140,7 @@ def test_help(algo: str, workplace: Path, capsys: pytest.CaptureFixture[str]) ->
     ("wrong", "message"),
     [
         (["optim.lr=1e-3"], "error: there is no setting 'optim.lr'."),
-        (["loss.epsilon=high"], "error: loss.epsilon must be a number, got 'high' (str)."),
+        (["loss.gamma=high"], "error: loss.gamma must be a number, got 'high' (str)."),
         (["preset=unknown"], "error: preset must be one of default, minerva-seed, acme, "),
         (["env.name=cheeta-run"], "error: env.name: there is no environment 'cheeta-run'. Did you"),
         (["device=nonsense"], "error: device 'nonsense' can't be used here"),

@@ -59,8 +59,8 @@ def test_constraints_and_metrics_by_part(tmp_path: Path) -> None:
     for name in ("kl_arm_mean_rel", "kl_arm_stddev_rel", "kl_tool_policy_rel", "tool_entropy"):
         assert np.isfinite(column(tmp_path / "run" / "metrics.csv", name)[-1])
     model = open_checkpoint(tmp_path / "run").load("model")["loss"]
-    assert model["duals.alpha_arm_mean.raw"].shape == (1,)
-    assert model["duals.alpha_tool_policy.raw"].shape == ()
+    assert model["duals.alpha_arm_mean.log"].shape == (1,)
+    assert model["duals.alpha_tool_policy.log"].shape == ()
 
 
 def test_export(tmp_path: Path) -> None:
