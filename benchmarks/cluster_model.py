@@ -54,20 +54,21 @@ class Costs:
     """Bytes per second that reach a node: a gigabit network. Assumed, not measured."""
 
 
-# What `python benchmarks/cluster.py --costs costs.json` wrote: two processors, ray 2.60.
+# What `python benchmarks/cluster.py --costs costs.json` wrote: two processors beside other work,
+# ray 2.60.
 HERE = Costs(
-    frame=1.0e-3,
-    part=5.0e-3,
-    update=1.4e-2,
-    exchange=1.8e-2,
-    driver=1.0e-2,
-    publication=1.0e-3,
-    replay_frame=1.0e-6,
-    replay_part=1.0e-3,
-    replay_sample=2.0e-3,
-    frame_bytes=66,
-    batch_bytes=17_000,
-    weight_bytes=20_000,
+    frame=3.0e-4,
+    part=2.3e-2,
+    update=2.0e-2,
+    exchange=3.5e-2,
+    driver=1.8e-2,
+    publication=1.5e-3,
+    replay_frame=1.3e-6,
+    replay_part=2.4e-3,
+    replay_sample=2.7e-3,
+    frame_bytes=64,
+    batch_bytes=11_000,
+    weight_bytes=275_000,
 )
 # A simulator of this many seconds per frame is what larger clusters are for.
 SLOW_FRAME = 1.0e-2
