@@ -71,6 +71,5 @@ def test_table_and_plot(tmp_path: Path) -> None:
     assert lines[2].startswith("| 1 |")
     assert lines[-1].startswith("| 1,000 |")
     assert {line.count("|") for line in lines} == {len(CASES) + 2}
-    points = [{"collectors": 2, "frames_per_second": 100.0, "sync": True}]
-    cluster_model.draw(HERE, points, tmp_path / "plot.png")
+    cluster_model.draw(HERE, tmp_path / "plot.png")
     assert (tmp_path / "plot.png").stat().st_size > 10_000
