@@ -192,9 +192,9 @@ def draw(costs: Costs, out: Path) -> None:
         costs (Costs): of the model.
         out (Path): the file.
     """
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    figure = Figure(figsize=(8, 5.5), layout="constrained")
     axes = figure.subplots()
-    counts = sorted({round(1.05**power) for power in range(142)})  # 1 to 1,000
+    counts = sorted({round(1000 ** (step / 150)) for step in range(151)})
     for case in CASES:
         rates = [case.frames_per_second(costs, count) for count in counts]
         axes.plot(counts, rates, label=case.title)
@@ -210,7 +210,7 @@ def draw(costs: Costs, out: Path) -> None:
         title=f"Model: simulator of {1e3 * costs.frame:.3g} ms per frame",
     )
     axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
+    figure.legend(loc="outside lower center", ncols=2, fontsize="small")
     figure.savefig(out, dpi=120)
 
 
