@@ -2,7 +2,7 @@
 
     python benchmarks/cluster.py                         # local, 1 and 2 collectors
     python benchmarks/cluster.py --costs costs.json      # what the model is made of, too
-    python benchmarks/cluster.py --check points.json     # the model against simulators that sleep
+    python benchmarks/cluster.py --check                 # the model against simulators that sleep
 
 MPO, networks 256-256, batches of 128, an update for every two frames. The simulator is Pendulum,
 which sleeps if it is told to: so it is as slow as one likes without using the processors, two of
@@ -27,7 +27,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from cluster_model import FRAMES_PER_BATCH, HERE, UPDATES_PER_FRAME, Costs, seconds_per_batch
+from tensordict import TensorDict
 
 WARMUP = 400
 UNTIMED = 3
@@ -169,8 +171,6 @@ def filled_buffer() -> Iterator[Any]:
 
 def measure_sizes() -> dict[str, float]:
     """Bytes of a stored transition, of a batch drawn and of the weights of the policy."""
-    from tensordict import TensorDict
-
     with filled_buffer() as assembly:
         buffer = assembly.replay_buffer
         stored = buffer[: len(buffer)].clone()  # or all of the storage would count
@@ -192,12 +192,12 @@ def measure_replay(calls: int = 200) -> dict[str, float]:
 
     with filled_buffer() as assembly:
         buffer = assembly.replay_buffer
-        data = buffer[:FRAMES_PER_BATCH].clone()
+        data = torch.cat([buffer[:500].clone()] * 4)
         service = ReplayService(buffer, 1)
         try:
             actor = service._rb
             ray.get(actor.extend.remote(data))
-            sizes = (10, FRAMES_PER_BATCH)
+            sizes = (10, len(data))
             parts = [data[:size].clone() for size in sizes]
             stored = [_busy(partial(actor.extend.remote, part), calls) for part in parts]
             per_frame = max(stored[1] - stored[0], 0.0) / (sizes[1] - sizes[0])
@@ -208,6 +208,35 @@ def measure_replay(calls: int = 200) -> dict[str, float]:
             }
         finally:
             service.close()
+
+
+def measure_publication(calls: int = 1000) -> float:
+    """Processor time of the driver per collector: giving it weights and work, reading a report."""
+    import ray
+
+    with filled_buffer() as assembly:
+        weights = ray.put(TensorDict.from_module(assembly.actor).data.clone())
+    actor = ray.remote(num_cpus=0)(Answering).remote()
+    ray.get(actor.collect.remote())
+    start = time.process_time()
+    for _ in range(calls):
+        actor.load.remote(weights, 1, [])
+        report = actor.collect.remote()
+        ray.wait([report], timeout=60)
+        ray.get(report)
+    return (time.process_time() - start) / calls
+
+
+class Answering:
+    """A collector that has nothing to do."""
+
+    def load(self, *_: Any) -> None: ...
+
+    def collect(self) -> Any:
+        from minerva_torchrl.runs.distributed.worker import Report
+
+        ends = TensorDict({"reward": torch.zeros(1)}, [1])
+        return Report(10, 0, ends, [], (0, 0), 10, (0.0, 0.0), None)
 
 
 def _busy(call: Callable[[], Any], calls: int) -> float:
@@ -228,34 +257,37 @@ def costs_of(rows: list[dict[str, Any]], two_learners: dict[str, Any], **others:
     Args:
         rows (list): of runs with several numbers of collectors, the first of which has one.
         two_learners (dict): of a run with one collector and two learners.
-        **others: of the replay service, and sizes.
+        **others: of the replay service, of a publication, and sizes.
     """
-    one = rows[0]
-    # What is not learning or collecting, over the number of collectors.
-    slope, offset = np.polyfit(
-        [row["collectors"] for row in rows],
-        [row["noting_ms"] + row["publishing_ms"] for row in rows],
-        1,
-    )
-    slope = max(float(slope), 0.0)
-    update = one["update_ms"]
-    return Costs(
-        frame=one["frame_ms"] / 1e3,
-        part=(one["collecting_ms"] - FRAMES_PER_BATCH * one["frame_ms"]) / 1e3,
-        update=update / 1e3,
-        exchange=(two_learners["update_ms"] - update / 2) / 1e3,
-        driver=float(offset) / 1e3,
-        publication=slope / 1e3,
-        **others,
-    )
+    mean = {name: float(np.mean([row[name] for row in rows])) for name in rows[0]}
+    run = {**costs_of_run(rows[0]), "update": mean["update_ms"] / 1e3}
+    exchange = two_learners["update_ms"] / 1e3 - run["update"] / 2
+    return Costs(**run, exchange=exchange, **others)
 
 
-def check(costs: Costs, *, sync: bool, sleep: float, batches: int) -> Iterator[dict[str, Any]]:
-    """Runs with 1, 2 and 4 collectors and simulators that sleep, beside what the model says."""
-    slow = replace(costs, frame=costs.frame + sleep)
+def costs_of_run(row: dict[str, Any]) -> dict[str, float]:
+    """Seconds per frame, part, update and batch, from a run with one collector."""
+    return {
+        "frame": row["frame_ms"] / 1e3,
+        "part": (row["collecting_ms"] - FRAMES_PER_BATCH * row["frame_ms"]) / 1e3,
+        "update": row["update_ms"] / 1e3,
+        "driver": (row["noting_ms"] + row["publishing_ms"]) / 1e3,
+    }
+
+
+def check(*, sync: bool, sleep: float, batches: int) -> Iterator[dict[str, Any]]:
+    """Runs with 1, 2 and 4 collectors and simulators that sleep, beside what the model says.
+
+    It knows the costs of a run with one collector that does not sleep, which comes first, and how
+    long the updates of each run took: what else the machine does changes them the most.
+    """
+    one = measure(batches=batches, collectors=1)
+    yield one
+    known = replace(HERE, **costs_of_run(one))
     for collectors in (1, 2, 4):
         row = measure(sleep, batches, collectors=collectors, sync=sync)
-        predicted = FRAMES_PER_BATCH / seconds_per_batch(slow, collectors, sync=sync)["total"]
+        costs = replace(known, frame=known.frame + sleep, update=row["update_ms"] / 1e3)
+        predicted = FRAMES_PER_BATCH / seconds_per_batch(costs, collectors, sync=sync)["total"]
         row["predicted"] = round(predicted, 3)
         row["measured_over_predicted"] = round(row["frames_per_second"] / predicted, 3)
         yield row
@@ -296,17 +328,14 @@ def main() -> None:
     parser.add_argument("--collectors", type=int, nargs="*", default=[0, 1, 2], help="0 1 2")
     parser.add_argument("--address", help="of a cluster; by default one is started")
     parser.add_argument("--costs", type=Path, help="measure what the model needs, into this file")
-    parser.add_argument("--check", type=Path, help="check the model, and write the points here")
-    parser.add_argument("--given", type=Path, help="costs for --check (those in cluster_model.py)")
+    parser.add_argument("--check", action="store_true", help="check the model instead")
     parser.add_argument("--sleep", type=float, default=SLEEP, help="seconds, for --check (0.01)")
     parser.add_argument("--async", dest="sync", action="store_false", help="for --check")
     args = parser.parse_args()
     with cluster(args.address):
-        if args.check is not None:
-            costs = HERE if args.given is None else Costs(**json.loads(args.given.read_text()))
-            options = {"sync": args.sync, "sleep": args.sleep, "batches": args.batches}
-            rows = [show(row) for row in check(costs, **options)]
-            args.check.write_text(json.dumps(rows))
+        if args.check:
+            for row in check(sync=args.sync, sleep=args.sleep, batches=args.batches):
+                show(row)
             return
         rows = []
         for collectors in [1, 2, 4] if args.costs is not None else args.collectors:
@@ -314,7 +343,8 @@ def main() -> None:
             rows.append(show(measure(batches=args.batches, **ray)))
         if args.costs is not None:
             two = show(measure(batches=args.batches, collectors=1, learners=2))
-            costs = costs_of(rows, two, **measure_replay(), **measure_sizes())
+            others = {"publication": measure_publication(), **measure_replay()}
+            costs = costs_of(rows, two, **others, **measure_sizes())
             show(asdict(costs))
             args.costs.write_text(json.dumps(asdict(costs)))
 

@@ -14,7 +14,6 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 from matplotlib.figure import Figure
 
@@ -54,20 +53,21 @@ class Costs:
     """Bytes per second that reach a node: a gigabit network. Assumed, not measured."""
 
 
-# What `python benchmarks/cluster.py --costs costs.json` wrote: two processors, ray 2.60.
+# What `python benchmarks/cluster.py --costs costs.json` wrote: two processors beside other work,
+# ray 2.60.
 HERE = Costs(
-    frame=1.0e-3,
-    part=5.0e-3,
-    update=1.4e-2,
-    exchange=1.8e-2,
-    driver=1.0e-2,
-    publication=1.0e-3,
-    replay_frame=1.0e-6,
-    replay_part=1.0e-3,
-    replay_sample=2.0e-3,
-    frame_bytes=66,
-    batch_bytes=17_000,
-    weight_bytes=20_000,
+    frame=3.0e-4,
+    part=2.3e-2,
+    update=2.0e-2,
+    exchange=3.5e-2,
+    driver=1.8e-2,
+    publication=1.5e-3,
+    replay_frame=1.3e-6,
+    replay_part=2.4e-3,
+    replay_sample=2.7e-3,
+    frame_bytes=64,
+    batch_bytes=11_000,
+    weight_bytes=275_000,
 )
 # A simulator of this many seconds per frame is what larger clusters are for.
 SLOW_FRAME = 1.0e-2
@@ -185,29 +185,21 @@ def table(costs: Costs) -> Iterator[str]:
         yield f"| {collectors:,} | " + " | ".join(cells) + " |"
 
 
-def draw(costs: Costs, measured: list[dict[str, Any]], out: Path) -> None:
-    """Frames per second over collectors: the model as lines, and what was measured as points.
+def draw(costs: Costs, out: Path) -> None:
+    """Frames per second over collectors.
 
     Args:
         costs (Costs): of the model.
-        measured (list): rows of ``cluster.py --check``, with their collectors, frames per second
-            and whether they collected synchronously.
         out (Path): the file.
     """
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
+    figure = Figure(figsize=(8, 5.5), layout="constrained")
     axes = figure.subplots()
-    counts = sorted({round(1.05**power) for power in range(142)})  # 1 to 1,000
-    colours = {}
+    counts = sorted({round(1000 ** (step / 150)) for step in range(151)})
     for case in CASES:
         rates = [case.frames_per_second(costs, count) for count in counts]
-        (line,) = axes.plot(counts, rates, label=case.title)
-        colours[case] = line.get_color()
+        axes.plot(counts, rates, label=case.title)
     ideal = [count / costs.frame for count in counts]
     axes.plot(counts, ideal, color="grey", linestyle=":", label="collecting alone")
-    for case in CASES[:2]:
-        rows = [row for row in measured if row["sync"] == case.sync]
-        points = [row["collectors"] for row in rows], [row["frames_per_second"] for row in rows]
-        axes.plot(*points, "o", color=colours[case], label=f"measured, {case.title}")
     top = max(case.frames_per_second(costs, count) for case in CASES for count in counts)
     axes.set(
         xlabel="collectors",
@@ -218,7 +210,7 @@ def draw(costs: Costs, measured: list[dict[str, Any]], out: Path) -> None:
         title=f"Model: simulator of {1e3 * costs.frame:.3g} ms per frame",
     )
     axes.grid(alpha=0.3)
-    axes.legend(fontsize="small")
+    figure.legend(loc="outside lower center", ncols=2, fontsize="small")
     figure.savefig(out, dpi=120)
 
 
@@ -226,15 +218,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--costs", type=Path, help="what cluster.py --costs wrote")
     parser.add_argument("--frame", type=float, default=SLOW_FRAME, help="seconds per frame (0.01)")
-    parser.add_argument("--points", type=Path, help="what cluster.py --check wrote, for the plot")
     parser.add_argument("--out", type=Path, help="file for a plot (PNG)")
     args = parser.parse_args()
     costs = HERE if args.costs is None else Costs(**json.loads(args.costs.read_text()))
     costs = replace(costs, frame=args.frame)
     print("\n".join(table(costs)))
     if args.out is not None:
-        points = [] if args.points is None else json.loads(args.points.read_text())
-        draw(costs, points, args.out)
+        draw(costs, args.out)
 
 
 if __name__ == "__main__":

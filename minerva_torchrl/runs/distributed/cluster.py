@@ -60,9 +60,13 @@ class Cluster:
         needed = resources(config)
         if address is None:
             _check(needed, {"CPU": float("inf"), "GPU": torch.cuda.device_count()}, "this machine")
+        else:
+            _check_answers(address)
         self._is_ours = not ray.is_initialized()
         if self._is_ours:
             self._connect(config, needed)
+        else:
+            _check_same(address)
         try:
             _check(needed, ray.cluster_resources(), "the cluster")
         except ConfigError:
@@ -87,8 +91,6 @@ class Cluster:
                 # here would come first, and start-up could take many minutes.
                 "_system_config": {"worker_niceness": 0},
             }
-        else:
-            _check_answers(address)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # FutureWarnings of Ray's about itself
             try:
@@ -105,6 +107,16 @@ class Cluster:
         """End the connection, and with it all processes of the run. Can be called again."""
         if self._is_ours and ray.is_initialized():
             ray.shutdown()
+
+
+def _check_same(address: str | None) -> None:
+    """Raise if the process is connected to another cluster than the one that is asked for."""
+    place = None if address is None else parse_address(address)
+    if place is None:
+        return
+    here = ray.get_runtime_context().gcs_address
+    if (socket.gethostbyname(place[0]), place[1]) != parse_address(here):
+        raise ConfigError([f"ray.address={address}: this process is connected to {here} already."])
 
 
 def _check_answers(address: str) -> None:

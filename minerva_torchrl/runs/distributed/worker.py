@@ -168,6 +168,10 @@ class WorkerCollector(DirectCollector):
         if task.memory is not None:
             self.memory = ReplayMemory(_Counted(replay_buffer), **task.memory)
 
+    def __bool__(self) -> bool:
+        """True. Ray asks for it when it reports an error, and the length may be infinite."""
+        return True
+
     def ping(self) -> int:
         """The collector's number, once it is ready."""
         return self.workplace.number

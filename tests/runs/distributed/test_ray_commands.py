@@ -111,6 +111,14 @@ def refused_quickly(folder: Path, address: str, problem: str) -> None:
     assert not list(folder.iterdir())
 
 
+@pytest.mark.usefixtures("cluster")
+def test_connected_to_another_cluster(tmp_path: Path) -> None:
+    with port(b"\0\0\0\4\0\0\0\0\0") as number:  # as Ray would begin
+        config = tiny_config("mpo", **SMALL, ray__address=f"127.0.0.1:{number}")
+        with pytest.raises(ConfigError, match=r": this process is connected to .* already\.$"):
+            make_run(config, tmp_path)
+
+
 @pytest.mark.parametrize("whose", ["collector", "learner"])
 def test_more_gpus_than_there_are(whose: str, tmp_path: Path) -> None:
     config = tiny_config("mpo", **SMALL, **{f"ray__gpus_per_{whose}": 1000.0})

@@ -41,9 +41,9 @@ def test_a_node_is_lost(tmp_path: Path, cluster: Any) -> None:
     """Its collector can't be replaced, and the other one does the work of both."""
     if cluster is None:
         pytest.skip("needs a cluster of its own")
-    node = cluster.add_node(num_cpus=6, object_store_memory=100_000_000)
+    node = cluster.add_node(num_cpus=5, object_store_memory=100_000_000)
     cluster.wait_for_nodes()
-    # The first node has room for one collector beside the replay service and the learner.
+    # It has room for a collector, and the first node for one beside replay service and learner.
     config = tiny_config("mpo", **STORING, ray__cpus_per_collector=5.0)
 
     def lose_node(run: Run) -> None:

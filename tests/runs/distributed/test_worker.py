@@ -64,6 +64,14 @@ class Setup:
         return data
 
 
+def test_is_true_though_it_never_ends() -> None:
+    """Ray asks when it reports an error of an actor."""
+    collector = Setup("mpo").collector()
+    with pytest.raises(TypeError):
+        len(collector)
+    assert collector
+
+
 def test_numbers_are_never_given_twice() -> None:
     """Not to two collectors, and not to those of a run that goes on."""
     workplaces = [Workplace(0, number) for number in range(Workplace.first_number(2))]
