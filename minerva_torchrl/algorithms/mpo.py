@@ -106,9 +106,7 @@ class MPOLossConfig(LossConfig):
     0.5 from a policy of two or three actions."""
     epsilon_mean: float = 1e-2
     """Larger than in the papers, to make up for fewer updates."""
-    epsilon_stddev: float = 2e-6
-    """Twice the papers', because with these learning rates the optimiser's steps alone exceed 1e-6.
-    """
+    epsilon_stddev: float = MPOLoss.default_constraints["stddev"][0]
     epsilon_covariance: float | None
     epsilon_policy: float | None
     per_dim_constraining: bool = True
@@ -147,7 +145,7 @@ class MPOOptimConfig(OptimConfig):
     """Learning rate of the policy. Larger than in the papers, to make up for fewer updates."""
     lr_critic: float = 1e-3
     """Learning rate of the critic. Larger for the same reason."""
-    lr_dual: float = 1e-3
+    lr_dual: float = 2e-3
     """Learning rate of the multipliers, of their logarithm with ``loss.alpha_update=relative``."""
     lr_temperature: float | None = 1e-2
     """That of the temperatures; null is ``lr_dual``."""

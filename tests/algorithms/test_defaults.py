@@ -17,9 +17,9 @@ DEPARTURES: dict[str, dict[str, tuple[Any, Any]]] = {
         "loss.num_action_samples": (10, 20),
         "loss.epsilon": (None, 0.1),
         "loss.epsilon_mean": (1e-2, None),
-        "loss.epsilon_stddev": (2e-6, None),
-        "loss.per_dim_constraining": (True, None),
         # The loss's own, by way of the policy's constraints.
+        "loss.epsilon_stddev": (1e-6, None),
+        "loss.per_dim_constraining": (True, None),
         "loss.init_alpha_mean": (1.0, None),
         "loss.init_alpha_stddev": (1000.0, None),
         "loss.alpha_update": ("relative", "gradient"),
