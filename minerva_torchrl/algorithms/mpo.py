@@ -145,7 +145,7 @@ class MPOOptimConfig(OptimConfig):
     """Learning rate of the policy. Larger than in the papers, to make up for fewer updates."""
     lr_critic: float = 1e-3
     """Learning rate of the critic. Larger for the same reason."""
-    lr_dual: float = 2e-3
+    lr_dual: float = 1e-3
     """Learning rate of the multipliers, of their logarithm with ``loss.alpha_update=relative``."""
     lr_temperature: float | None = 1e-2
     """That of the temperatures; null is ``lr_dual``."""

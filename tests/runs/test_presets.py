@@ -206,7 +206,7 @@ def test_settings_without_a_preset_reach_their_objects() -> None:
     stepper = assembly.trainer.optimization_stepper
     assert assembly.trainer.target_net_updater.value_network_update_interval == 6
     assert stepper.num_policy_steps == 3
-    assert rates(stepper.optimizer_dual) == [0.5, 2e-3]
+    assert rates(stepper.optimizer_dual) == [0.5, 1e-3]
     assert assembly.replay_buffer.storage.max_size == 600
     assert assembly.replay_buffer.batch_size == 128
     assert assembly.replay_buffer.sampler.sequence_length == 4
