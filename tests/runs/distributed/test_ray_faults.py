@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import time
 from pathlib import Path
 from typing import Any
 
@@ -37,10 +38,21 @@ def test_a_collector_is_replaced(tmp_path: Path) -> None:
     assert_transitions_fit(stored(tmp_path), n_steps=5)
 
 
+def wait_until_idle() -> None:
+    """Until what earlier tests had is free again."""
+    import ray
+
+    end = time.monotonic() + 60
+    while ray.available_resources().get("CPU", 0) < ray.cluster_resources()["CPU"]:
+        assert time.monotonic() < end
+        time.sleep(0.2)
+
+
 def test_a_node_is_lost(tmp_path: Path, cluster: Any) -> None:
     """Its collector can't be replaced, and the other one does the work of both."""
     if cluster is None:
         pytest.skip("needs a cluster of its own")
+    wait_until_idle()  # so that the replay service comes to the first node
     node = cluster.add_node(num_cpus=5, object_store_memory=100_000_000)
     cluster.wait_for_nodes()
     # It has room for a collector, and the first node for one beside replay service and learner.
