@@ -82,7 +82,7 @@ def test_runs_and_results_are_reported(tmp_path: Path) -> None:
     loaded = load_runs([FOLDER, RESULTS])
     assert loaded.problems == ()
     assert {run.algo for run in loaded.runs} >= {"mpo", "vmpo", "ppo"}
-    assert len(loaded.runs) == 3 + len(list(RESULTS.glob("*/eval.csv")))
+    assert len(loaded.runs) == 3 + len(list(RESULTS.rglob("eval.csv")))
     recorded = load_runs(FOLDER)
     page = make_report(recorded, tmp_path)
     for run in recorded.runs:
