@@ -152,9 +152,8 @@ def test_rounding_is_no_other_setting() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("algo", "backend"), [("mpo", "inductor"), *((a, "aot_eager") for a in ALGOS)]
-)
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("algo", ALGOS)
 def test_resumes_exactly(
     algo: str, backend: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -38,12 +39,16 @@ def test_a_collector_is_replaced(tmp_path: Path) -> None:
     assert_transitions_fit(stored(tmp_path), n_steps=5)
 
 
-def wait_until_idle() -> None:
-    """Until what earlier tests had is free again."""
+class Nothing:
+    """An actor that takes processors."""
+
+
+def wait_for_free(cpus: float) -> None:
+    """Until no more and no fewer processors of the cluster are free."""
     import ray
 
-    end = time.monotonic() + 60
-    while ray.available_resources().get("CPU", 0) < ray.cluster_resources()["CPU"]:
+    end = time.monotonic() + 120
+    while ray.available_resources().get("CPU", 0) != cpus:
         assert time.monotonic() < end
         time.sleep(0.2)
 
@@ -52,21 +57,35 @@ def test_a_node_is_lost(tmp_path: Path, cluster: Any) -> None:
     """Its collector can't be replaced, and the other one does the work of both."""
     if cluster is None:
         pytest.skip("needs a cluster of its own")
-    wait_until_idle()  # so that the replay service comes to the first node
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    wait_for_free(8)  # which earlier tests had
     node = cluster.add_node(num_cpus=5, object_store_memory=100_000_000)
     cluster.wait_for_nodes()
-    # It has room for a collector, and the first node for one beside replay service and learner.
+    # It is taken until replay service, learner and a collector are on the first node. Ray might
+    # put any of them anywhere.
+    there = NodeAffinitySchedulingStrategy(node.node_id, soft=False)
+    taken = ray.remote(num_cpus=5, scheduling_strategy=there)(Nothing).remote()
+    ray.get(taken.__ray_ready__.remote())
+
+    def give_free() -> None:
+        wait_for_free(1)
+        ray.kill(taken)
+
+    giving = threading.Thread(target=give_free)
+    giving.start()
     config = tiny_config("mpo", **STORING, ray__cpus_per_collector=5.0)
 
     def lose_node(run: Run) -> None:
         assert trainer(run).collector.num_ready == 2
         cluster.remove_node(node, allow_graceful=False)
 
-    # Wait until both are there.
     run = make_run(config, tmp_path, callbacks=[At(120, lose_node)])
     run.train()
     assert (run.frames, run.updates) == (200, 18)
     assert trainer(run).collector.replaced == 1
+    giving.join()
 
 
 def test_back_to_the_last_checkpoint(tmp_path: Path) -> None:
