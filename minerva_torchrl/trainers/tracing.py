@@ -6,6 +6,7 @@ import operator
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
+from unittest import mock
 
 import torch
 from tensordict import NestedKey, TensorDictBase
@@ -17,6 +18,7 @@ from torch.fx import GraphModule
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils._python_dispatch import TorchDispatchMode
+from torchrl.modules.distributions import continuous
 
 __all__ = ["Backend", "Origin", "TracedFunction", "kind_of", "replayed"]
 
@@ -154,7 +156,7 @@ def _trace(
         for key, tensor in zip(keys, tensors, strict=True):
             data.set(key, tensor)
         given = _entries(data)
-        with _NoValues():
+        with _NoValues(), _no_checks():
             outputs = list(function(data))
         new = {key: x for key, x in _entries(data).items() if x is not given.get(key)}
         written.extend(new)
@@ -176,6 +178,13 @@ class _NoValues(TorchDispatchMode):
                 "if x > 0: ...)."
             )
         return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def _no_checks() -> Iterator[None]:
+    """Keep TorchRL's distributions from looking at their bounds, as while torch compiles them."""
+    with mock.patch.object(continuous, "is_compiling", return_value=True):
+        yield
 
 
 @contextmanager

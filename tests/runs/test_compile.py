@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
+from minerva_torchrl.objectives.critics import CRITICS
 from minerva_torchrl.runs import assemble as assembling
 from minerva_torchrl.runs.assemble import assemble, resolve_compile
 from minerva_torchrl.runs.settings import affects_learning, load_config
 from minerva_torchrl.runs.strict import ConfigError
 from minerva_torchrl.trainers.compiled import CompiledGradients
+from tests.runs.test_parted import HYBRID, SWITCHES
 from tests.runs.test_resume import assert_resumes
 from tests.runs.tiny import make_resumed, make_run, tiny_config
 from tests.trainers.problem import assert_identical
@@ -127,14 +129,38 @@ def test_recorded_runs_are_the_eager_ones(algo: str, tmp_path: Path) -> None:
     assert_identical(states[0], states[1])
 
 
-@pytest.mark.parametrize("estimator", ["td_lambda", "retrace"])
-def test_estimators_of_sequences_look_at_no_values(estimator: str, tmp_path: Path) -> None:
-    settings = {"loss.value_estimator": estimator, "compile.enabled": "recorded"}
-    run = make_run(tiny_config("mpo-retrace", **settings), tmp_path / "run")
-    run.train()
-    compiled = run.assembly.trainer.optimization_stepper.compiled
-    assert compiled is not None
+MEMBERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "TD(lambda)": ("mpo-retrace", {"loss.value_estimator": "td_lambda"}),
+    "Retrace": ("mpo-retrace", {"loss.temperature_update": "solve", "network.num_critics": 2}),
+    **{critic: ("mpo", {"network.critic": critic}) for critic in CRITICS if critic != "scalar"},
+    "tanh": ("mpo", {"network.policy": "tanh_gaussian"}),
+    "full covariance": ("mpo", {"network.policy": "full_covariance"}),
+    "hybrid": ("mpo", HYBRID),
+    "discrete parts": ("mpo", SWITCHES),
+    "discrete": ("mpo", {"env.name": "gym:CartPole-v1"}),
+    "V-MPO, tanh": ("vmpo", {"network.policy": "tanh_gaussian"}),
+    "V-MPO, hybrid": ("vmpo", HYBRID),
+    "V-MPO, discrete": ("vmpo", {"env.name": "gym:CartPole-v1"}),
+}
+OFTEN = ("categorical", "discrete", "hybrid", "tanh", "TD(lambda)", "V-MPO, hybrid")
+
+
+@pytest.mark.parametrize(
+    "member",
+    [x if x in OFTEN else pytest.param(x, marks=pytest.mark.slow) for x in MEMBERS],
+)
+def test_recorded_runs_of_the_whole_family(member: str, tmp_path: Path) -> None:
+    """No loss looks at values on the way, so that all can be recorded, and end like eager ones."""
+    algo, settings = MEMBERS[member]
+    states = []
+    for enabled in (False, "recorded"):
+        config = tiny_config(algo, **settings, **{"compile.enabled": enabled})
+        run = make_run(config, tmp_path / str(enabled))
+        run.train()
+        states.append(run.assembly.loss.state_dict())
+    assert run.assembly.trainer.optimization_stepper.compiled is not None
     assert run.updates > 2
+    assert_identical(states[0], states[1])
 
 
 @pytest.mark.usefixtures("compiler")

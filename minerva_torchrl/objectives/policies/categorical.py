@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
-from torch import Tensor, nn
+from torch import Tensor
 from torch import distributions as D
 
 from minerva_torchrl.objectives import functional as F
@@ -70,7 +70,9 @@ class Categorical(PolicyFamily):
         """Actions drawn from the policy, with which of all they are."""
         logits = self.describe(dist).get("logits")
         index = D.Categorical(logits=logits, validate_args=False).sample((num_samples,))
-        one_hot = nn.functional.one_hot(index, logits.shape[-1]).to(logits.dtype)
+        # PyTorch's one_hot looks at the values, which a compiled update can't.
+        actions = torch.arange(logits.shape[-1], device=logits.device)
+        one_hot = (index.unsqueeze(-1) == actions).to(logits.dtype)
         return Candidates(one_hot if self.one_hot else index, {"one_hot": one_hot.movedim(0, -2)})
 
     def statistics(self, basis: Mapping[str, Any], weights: Tensor) -> TensorDict:
