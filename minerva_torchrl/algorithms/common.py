@@ -140,7 +140,7 @@ def single_specs(env: EnvBase) -> tuple[int, TensorSpec]:
 
 def torso_settings(network: NetworkConfig) -> dict[str, Any]:
     """Those arguments that all networks have."""
-    names = ("activation", "layer_norm", "initializer")
+    names = ("activation", "layer_norm", "norm_every_layer", "initializer")
     return {name: getattr(network, name) for name in names}
 
 
@@ -166,8 +166,9 @@ def mlp(
         torso (nn.Module, optional): hidden layers of another network to share.
     """
     if torso is None:
-        activation, layer_norm = network.activation, network.layer_norm
-        layers = torso_layers(obs_dim, sizes, activation=activation, layer_norm=layer_norm)
+        settings = torso_settings(network)
+        del settings["initializer"]
+        layers = torso_layers(obs_dim, sizes, **settings)
     else:
         layers = [torso]
     stacked = nn.Sequential(*layers, nn.Linear(sizes[-1], out_features))

@@ -131,6 +131,8 @@ class NetworkConfig:
     """Activation of the hidden layers."""
     layer_norm: bool = True
     """LayerNorm and tanh after the first layer, in place of its activation."""
+    norm_every_layer: bool = False
+    """LayerNorm after every hidden layer, before its activation."""
     initializer: Initializer = "small_heads"
     """How hidden layers and heads start, see :func:`~minerva_torchrl.modules.initialize_`."""
     policy: Literal["gaussian", "tanh_gaussian"] = "gaussian"

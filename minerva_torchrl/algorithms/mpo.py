@@ -82,6 +82,9 @@ class MPONetworkConfig(NetworkConfig):
     """What the critics predict: the value, probabilities of bins, or a distribution of returns."""
     critic_kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments of that critic, as in ``network.critic_kwargs.v_max=100``."""
+    norm_every_layer: bool = True
+    """Without it, networks that are trained often overfit to the first few episodes, and features
+    change faster than the bound on the standard deviation allows."""
     init_scale: float = 0.5
     """``loss.epsilon_stddev`` lets it change slowly."""
     num_critics: int = 1
@@ -324,6 +327,7 @@ class MPO(Algorithm[MPOConfig]):
     presets = PRESETS
     earlier: ClassVar = {
         **Algorithm.earlier,
+        "network.norm_every_layer": False,
         "loss.alpha_update": "gradient",
         "optim.lr_temperature": None,
     }

@@ -47,6 +47,7 @@ PRESETS = {
             "network": {
                 "actor_sizes": [512, 256],
                 "critic_sizes": [512, 256],
+                "norm_every_layer": False,
                 "initializer": "kaiming_mean",
                 "scale": "exp",
                 "init_scale": 1.0,
@@ -91,6 +92,7 @@ PRESETS = {
             "network": {
                 "actor_sizes": [256, 256, 256],
                 "critic_sizes": [512, 512, 256],
+                "norm_every_layer": False,
                 "initializer": "fan_out",
                 "init_scale": 0.7,
                 "min_scale": 1e-6,
@@ -139,6 +141,7 @@ PRESETS = {
                 "critic_sizes": [256, 256],
                 "activation": "relu",
                 "layer_norm": False,
+                "norm_every_layer": False,
                 "initializer": "pytorch",
                 "tanh_mean": True,
                 "init_scale": math.log(2),

@@ -147,5 +147,6 @@ def _torso(policy: Any, network: OnPolicyNetworkConfig) -> nn.Module:
     if isinstance(policy, (GaussianPolicy, PartedPolicy)):
         return policy.torso
     layers: Any = policy.loc_network if isinstance(policy, StateIndependentScale) else policy
-    num_layers = 2 * len(network.actor_sizes) + network.layer_norm
-    return layers[:num_layers]
+    hidden = len(network.actor_sizes)
+    norms = hidden if network.norm_every_layer else int(network.layer_norm)
+    return layers[: 2 * hidden + norms]

@@ -38,7 +38,12 @@ _ROWS_PER_CHUNK = 2048
 
 
 def torso_layers(
-    in_features: int, sizes: Sequence[int], *, activation: Activation, layer_norm: bool
+    in_features: int,
+    sizes: Sequence[int],
+    *,
+    activation: Activation,
+    layer_norm: bool,
+    norm_every_layer: bool = False,
 ) -> list[nn.Module]:
     """The layers of :class:`ControlTorso`, with PyTorch's initialisation."""
     if not sizes:
@@ -48,10 +53,10 @@ def torso_layers(
     check_choice("activation", activation, _ACTIVATIONS)
     layers: list[nn.Module] = []
     for inputs, outputs in pairwise((in_features, *sizes)):
-        normed = layer_norm and not layers
+        bounded = layer_norm and not layers
         layers.append(nn.Linear(inputs, outputs))
-        layers += [nn.LayerNorm(outputs)] if normed else []
-        layers.append(_ACTIVATIONS["tanh" if normed else activation]())
+        layers += [nn.LayerNorm(outputs)] if bounded or norm_every_layer else []
+        layers.append(_ACTIVATIONS["tanh" if bounded else activation]())
     return layers
 
 
@@ -68,6 +73,8 @@ class ControlTorso(nn.Module):
         activation (str): ``"elu"`` (default), ``"relu"`` or ``"tanh"``.
         layer_norm (bool): whether the first layer has LayerNorm and tanh. Without them it has the
             activation. Defaults to ``True``.
+        norm_every_layer (bool): whether all layers have LayerNorm, before their activation.
+            Defaults to ``False``.
         initializer (str): see :func:`~minerva_torchrl.modules.initialize_`. Defaults to
             ``"small_heads"``, which leaves a torso as PyTorch makes it.
 
@@ -84,10 +91,17 @@ class ControlTorso(nn.Module):
         *,
         activation: Activation = "elu",
         layer_norm: bool = True,
+        norm_every_layer: bool = False,
         initializer: Initializer = "small_heads",
     ) -> None:
         super().__init__()
-        layers = torso_layers(in_features, sizes, activation=activation, layer_norm=layer_norm)
+        layers = torso_layers(
+            in_features,
+            sizes,
+            activation=activation,
+            layer_norm=layer_norm,
+            norm_every_layer=norm_every_layer,
+        )
         self.first: nn.Linear = layers[0]  # type: ignore[assignment]
         self.rest = nn.Sequential(*layers[1:])
         self.out_features = sizes[-1]
@@ -153,8 +167,9 @@ class GaussianPolicy(nn.Module):
             ``max_scale``.
         loc_activation (nn.Module, optional): ``f``, for example a :class:`TanhInterval`. By default
             the mean is linear.
-        activation (str): see :class:`ControlTorso`, as the next two.
+        activation (str): see :class:`ControlTorso`, as the next three.
         layer_norm (bool): of the torso.
+        norm_every_layer (bool): of the torso.
         initializer (str): of torso and heads.
         torso (nn.Module, optional): hidden layers of ``obs_dim`` inputs and ``sizes[-1]`` outputs
             in the place of a :class:`ControlTorso`.
@@ -179,6 +194,7 @@ class GaussianPolicy(nn.Module):
         loc_activation: nn.Module | None = None,
         activation: Activation = "elu",
         layer_norm: bool = True,
+        norm_every_layer: bool = False,
         initializer: Initializer = "small_heads",
         torso: nn.Module | None = None,
     ) -> None:
@@ -186,8 +202,14 @@ class GaussianPolicy(nn.Module):
         check_count("action_dim", action_dim)
         check_choice("scale_function", scale_function, ("softplus", "exp"))
         if torso is None:
-            settings: Any = {"activation": activation, "layer_norm": layer_norm}
-            torso = ControlTorso(obs_dim, sizes, initializer=initializer, **settings)
+            torso = ControlTorso(
+                obs_dim,
+                sizes,
+                activation=activation,
+                layer_norm=layer_norm,
+                norm_every_layer=norm_every_layer,
+                initializer=initializer,
+            )
         self.torso = torso
         self.loc = nn.Linear(sizes[-1], action_dim)
         self.scale = nn.Linear(sizes[-1], action_dim)
@@ -299,8 +321,9 @@ class StateActionCritic(nn.Module):
 
     Keyword Args:
         out_features (int): outputs for an action. Defaults to ``1``, the value.
-        activation (str): see :class:`ControlTorso`, as the next two.
+        activation (str): see :class:`ControlTorso`, as the next three.
         layer_norm (bool): of the torso.
+        norm_every_layer (bool): of the torso.
         initializer (str): of torso and head.
 
     Examples:
@@ -319,6 +342,7 @@ class StateActionCritic(nn.Module):
         out_features: int = 1,
         activation: Activation = "elu",
         layer_norm: bool = True,
+        norm_every_layer: bool = False,
         initializer: Initializer = "small_heads",
     ) -> None:
         super().__init__()
@@ -332,6 +356,7 @@ class StateActionCritic(nn.Module):
             sizes,
             activation=activation,
             layer_norm=layer_norm,
+            norm_every_layer=norm_every_layer,
             initializer=initializer,
         )
         head = nn.Linear(self.torso.out_features, out_features)

@@ -126,10 +126,13 @@ class TestPolicies:
 
 @pytest.mark.parametrize("kind", ["vmpo", "ppo", "vmpo-discrete"])
 @pytest.mark.parametrize("scale", ["free", "exp"])
-def test_shared_layers(kind: str, scale: str) -> None:
+@pytest.mark.parametrize("norm", ["layer_norm", "norm_every_layer"])
+def test_shared_layers(kind: str, scale: str, norm: str) -> None:
     """Both networks train them; each is in one group of one optimiser, with the policy's rate."""
     assembly = build(
-        kind, network__shared=True, network__scale=scale, network__layer_norm=True, **SHORT
+        kind,
+        **{"network__shared": True, "network__scale": scale, f"network__{norm}": True},
+        **SHORT,
     )
     loss: Any = assembly.loss
     actor = {id(parameter) for parameter in loss.actor_network_params.parameters()}

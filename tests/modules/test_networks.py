@@ -255,19 +255,22 @@ def test_rejects(make, message: str) -> None:
 class TestVariants:
     @pytest.mark.parametrize("activation", ["elu", "relu", "tanh"])
     @pytest.mark.parametrize("layer_norm", [False, True])
-    def test_torso(self, activation: Any, layer_norm: bool) -> None:
-        torso = ControlTorso(3, (8, 6), activation=activation, layer_norm=layer_norm).double()
+    @pytest.mark.parametrize("every", [False, True])
+    def test_torso(self, activation: Any, layer_norm: bool, every: bool) -> None:
+        settings: Any = {"activation": activation, "layer_norm": layer_norm}
+        torso = ControlTorso(3, (8, 6), norm_every_layer=every, **settings).double()
         x = torch.randn(7, 3, dtype=torch.float64)
         function = {"elu": nn.functional.elu, "relu": torch.relu, "tanh": torch.tanh}[activation]
         hidden = torso.first(x)
-        if layer_norm:
-            hidden = torch.tanh(nn.functional.layer_norm(hidden, (8,)))
-        else:
-            hidden = function(hidden)
+        if layer_norm or every:
+            hidden = nn.functional.layer_norm(hidden, (8,))
+        hidden = torch.tanh(hidden) if layer_norm else function(hidden)
         (last,) = (layer for layer in torso.rest if isinstance(layer, nn.Linear))
-        torch.testing.assert_close(torso(x), function(last(hidden)))
+        expected = last(hidden)
+        expected = function(nn.functional.layer_norm(expected, (6,)) if every else expected)
+        torch.testing.assert_close(torso(x), expected)
         with torch.no_grad():
-            torch.testing.assert_close(torso(x), function(last(hidden)))
+            torch.testing.assert_close(torso(x), expected)
 
     def test_critic_without_layer_norm(self) -> None:
         critic = StateActionCritic(3, 2, (8, 6), activation="relu", layer_norm=False).double()
