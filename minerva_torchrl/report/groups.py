@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -11,6 +11,7 @@ from typing import Any
 from minerva_torchrl.algorithms import ALGORITHMS
 from minerva_torchrl.report.estimates import MeanCurve, mean_curve
 from minerva_torchrl.report.reading import RecordedRun
+from minerva_torchrl.report.references import Name
 from minerva_torchrl.report.values import settings_text
 
 __all__ = ["Group", "differing_settings", "group_runs", "settings_key"]
@@ -62,7 +63,7 @@ class Group:
         return mean_curve([(run.frames, run.returns) for run in self.runs])
 
 
-def group_runs(runs: Sequence[RecordedRun]) -> list[Group]:
+def group_runs(runs: Sequence[RecordedRun], names: Sequence[Name] = ()) -> list[Group]:
     """Put runs together that differ only in their seed, in order of task and algorithm.
 
     If a task has groups of the same algorithm with different settings, then all groups of this
@@ -72,6 +73,7 @@ def group_runs(runs: Sequence[RecordedRun]) -> list[Group]:
 
     Args:
         runs (sequence of RecordedRun): no two of them the same.
+        names (sequence of Name, optional): what to call runs with certain settings instead.
 
     Returns:
         The groups.
@@ -83,12 +85,12 @@ def group_runs(runs: Sequence[RecordedRun]) -> list[Group]:
     found: dict[Hashable, list[RecordedRun]] = defaultdict(list)
     for run in runs:
         found[run.task, run.algo, run.finished, settings_key(run)].append(run)
-    names = _names(runs)
+    named = _names(runs, names)
     groups = []
     for members in found.values():
-        name = names[members[0].algo, settings_key(members[0])]
+        name = named[members[0].algo, settings_key(members[0])]
         groups.append(Group(name, tuple(sorted(members, key=lambda run: run.seed))))
-    listed = list(names.values())
+    listed = list(named.values())
     return sorted(groups, key=lambda group: (*_order(group), listed.index(group.name)))
 
 
@@ -118,22 +120,42 @@ def _order(group: Group) -> tuple[str, int, bool, bool]:
     return group.task, algorithm, not group.finished, group.preset != "default"
 
 
-def _names(runs: Sequence[RecordedRun]) -> dict[tuple[str, Hashable], str]:
+def _names(runs: Sequence[RecordedRun], given: Sequence[Name]) -> dict[tuple[str, Hashable], str]:
     """What to call the runs of an algorithm with some settings."""
-    names = {}
+    names: dict[tuple[str, Hashable], str] = {}
+    uses: Counter[str] = Counter()
+    for run in runs:
+        key, name = (run.algo, settings_key(run)), _given_name(run, given)
+        if name is not None and key not in names:
+            uses[name] += 1
+            names[key] = name if uses[name] == 1 else f"{name} ({uses[name]})"
     for algo in ALGORITHMS:
         kinds: dict[Hashable, RecordedRun] = {}
         per_task: dict[str, set[Hashable]] = defaultdict(set)
         for run in runs:
             if run.algo == algo:
-                kinds.setdefault(settings_key(run), run)
                 per_task[run.task].add(settings_key(run))
+                if (algo, settings_key(run)) not in names:
+                    kinds.setdefault(settings_key(run), run)
         if all(len(keys) == 1 for keys in per_task.values()):
             names.update({(algo, key): ALGORITHMS[algo].title for key in kinds})
         else:
             for key, variant in _variants(kinds).items():
                 names[algo, key] = f"{ALGORITHMS[algo].title} ({variant})"
     return names
+
+
+def _given_name(run: RecordedRun, given: Sequence[Name]) -> str | None:
+    """The first one whose settings are those of the run."""
+    missing = object()
+    return next(
+        (
+            one.name
+            for one in given
+            if all(run.settings.get(k, missing) == value for k, value in one.settings.items())
+        ),
+        None,
+    )
 
 
 def _variants(kinds: Mapping[Hashable, RecordedRun]) -> dict[Hashable, str]:

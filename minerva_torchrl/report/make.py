@@ -133,7 +133,7 @@ def build_document(
     if budgets is not None and (not budgets or min(budgets) < 1):
         raise ValueError(f"budgets must be positive numbers of frames, got {list(budgets)}.")
     references = references or References()
-    groups = group_runs(loaded.runs)
+    groups = group_runs(loaded.runs, references.names)
     tasks = list(dict.fromkeys(group.task for group in groups))
     names = file_names(tasks)
     styles = line_styles(groups)

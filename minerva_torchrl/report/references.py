@@ -17,7 +17,7 @@ from minerva_torchrl.algorithms import ALGORITHMS
 from minerva_torchrl.report.values import mean_and_deviation, number
 from minerva_torchrl.runs.strict import ConfigError, parse
 
-__all__ = ["Reference", "References", "ReferencesError", "load_references"]
+__all__ = ["Name", "Reference", "References", "ReferencesError", "load_references"]
 
 
 @dataclass(frozen=True)
@@ -62,16 +62,26 @@ class Suite:
 
 
 @dataclass(frozen=True)
+class Name:
+    """What to call runs with certain settings."""
+
+    name: str
+    settings: dict[str, Any]
+    """By dotted name, as in ``{algo: mpo, loss.value_estimator: retrace}``."""
+
+
+@dataclass(frozen=True)
 class References:
-    """What there is to compare with."""
+    """What there is to compare with, and what to call the runs."""
 
     references: tuple[Reference, ...] = ()
     suites: tuple[Suite, ...] = ()
+    names: tuple[Name, ...] = ()
     folder: Path = Path()
     """Where the files that suites name are."""
 
 
-_Entry = TypeVar("_Entry", Reference, Suite)
+_Entry = TypeVar("_Entry", Reference, Suite, Name)
 
 
 class ReferencesError(ValueError):
@@ -81,8 +91,9 @@ class ReferencesError(ValueError):
 def load_references(path: str | Path) -> References:
     """Read a YAML or JSON file of references.
 
-    It has a list of references, or a mapping with that list as ``references``, and with ``suites``
-    if several tasks are to be put together.
+    It has a list of references, or a mapping with that list as ``references``, with ``suites`` if
+    several tasks are to be put together, and with ``names`` for runs whose settings are too long a
+    name. The first name that fits counts.
 
     Args:
         path (str or Path): the file.
@@ -110,18 +121,19 @@ def load_references(path: str | Path) -> References:
     content = _read(path)
     if isinstance(content, list):
         content = {"references": content}
-    lists = ["references", "suites"]
+    lists = ["references", "suites", "names"]
     if not isinstance(content, Mapping) or any(name not in lists for name in content):
         raise ReferencesError(
-            f"{path}: must be a list of references, or have references and suites; got "
+            f"{path}: must be a list of references, or have references, suites and names; got "
             f"{list(content) if isinstance(content, Mapping) else type(content).__name__}."
         )
     problems: list[str] = []
     references = _entries(Reference, content, "references", problems)
     suites = _entries(Suite, content, "suites", problems)
+    names = _entries(Name, content, "names", problems)
     if problems:
         raise ReferencesError("\n".join(f"{path}: {problem}" for problem in problems))
-    return References(tuple(references), tuple(suites), path.parent)
+    return References(tuple(references), tuple(suites), tuple(names), path.parent)
 
 
 def _read(path: Path) -> Any:
@@ -176,7 +188,11 @@ def _check_names(kind: type[_Entry], data: object) -> None:
         raise ConfigError(problems)
 
 
-def _check_values(entry: Reference | Suite) -> None:
+def _check_values(entry: Reference | Suite | Name) -> None:
+    if isinstance(entry, Name):
+        if not (entry.name and entry.settings):
+            raise ConfigError(["name and settings must not be empty."])
+        return
     if isinstance(entry, Suite):
         if not (entry.tasks and entry.frames and min(entry.frames) > 0):
             raise ConfigError(["tasks and frames must have at least one entry, frames positive."])

@@ -187,8 +187,10 @@ def _last_lines(run: Run, summary: dict[str, Any]) -> list[str]:
         "",
         f"  curve       {folder / 'curve.png'}",
         f"  go on       {run.resume_command()} total_frames={more}",
-        f"  other task  {train_command(run.config.algo)} env.name=walker-walk total_frames=100_000",
     ]
+    if run.config.env.factory is None:  # which would be the task whatever its name
+        train = train_command(run.config.algo)
+        lines.append(f"  other task  {train} env.name=walker-walk total_frames=100_000")
     if ALGORITHMS[run.config.algo].__module__.startswith("minerva_torchrl."):
         # Other algorithms are known to the programs that register them only.
         evaluation = f"{python_command()} -m minerva_torchrl evaluate {shlex.quote(str(folder))}"

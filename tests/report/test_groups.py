@@ -7,6 +7,7 @@ import pytest
 from minerva_torchrl.report import Group, group_runs, load_runs
 from minerva_torchrl.report.document import Code, Details, Listing, Paragraph, Table
 from minerva_torchrl.report.hyperparameters import differences_blocks, settings_blocks
+from minerva_torchrl.report.references import Name
 from tests.report.synthetic import straight, write_run
 
 
@@ -219,4 +220,24 @@ def test_all_settings_of_each_variant(tmp_path: Path) -> None:
     assert [block.summary for block in blocks if isinstance(block, Details)] == [
         "Settings of MPO (default)",
         "Settings of MPO (acme)",
+    ]
+
+
+def test_names_that_are_given(tmp_path: Path) -> None:
+    write_run(tmp_path / "a", loss__gamma=0.9)
+    write_run(tmp_path / "b", loss__gamma=0.9, loss__epsilon=0.2)
+    write_run(tmp_path / "c")
+    write_run(tmp_path / "d", task="cheetah-run", loss__gamma=0.9)
+    write_run(tmp_path / "e", "ppo", loss__gamma=0.9)
+    given = [
+        Name("other", {"algo": "mpo", "loss.gamma": 0.8}),
+        Name("short-sighted", {"algo": "mpo", "loss.gamma": 0.9}),
+        Name("too late", {"algo": "mpo", "loss.gamma": 0.9}),
+    ]
+    assert names(group_runs(load_runs(tmp_path).runs, given)) == [
+        ("cheetah-run", "short-sighted", [0]),
+        ("walker-walk", "short-sighted", [0]),
+        ("walker-walk", "short-sighted (2)", [0]),  # other settings that fit as well
+        ("walker-walk", "MPO (default)", [0]),
+        ("walker-walk", "PPO", [0]),
     ]

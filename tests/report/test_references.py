@@ -66,8 +66,8 @@ def test_nothing(tmp_path: Path, content: object) -> None:
         (["x"], r"references\[0\]: must be a mapping, got 'x'. It has task, "),
         ([{**LINE, "deviation": -1}], r"\[0\]: deviation must be finite and not negative, got -1"),
         ({"references": LINE}, "references must be a list, got dict"),
-        ({"lines": []}, r"or have references and suites; got \['lines'\]"),
-        ('"text"', "must be a list of references, or have references and suites; got str"),
+        ({"lines": []}, r"or have references, suites and names; got \['lines'\]"),
+        ('"text"', "must be a list of references, or have references, suites and names; got str"),
         ("{", "can't be understood: "),
     ],
 )
