@@ -4,7 +4,7 @@
     python benchmarks/results.py --only suite --jobs 2
 
 A run that was interrupted goes on where it was. What is kept of a run in results/ is its
-evaluations, settings and summary.
+evaluations, settings and summary; the policies of the suite's first seed go to pretrained/.
 """
 
 from __future__ import annotations
@@ -122,6 +122,10 @@ def make(runs: Runs, name: str, task: str, seed: int, out: Path) -> str:
     for file in KEPT:
         # Where this checkout is says nothing about the run.
         (kept / file).write_text((run_dir / file).read_text().replace(f"{ROOT}/", ""))
+    if runs.folder == "suite" and seed == 0:
+        pretrained = ROOT / "pretrained" / f"{runs.algo}-{task}"
+        publish = [sys.executable, "-m", "minerva_torchrl", "publish", str(run_dir)]
+        subprocess.run([*publish, "--out", str(pretrained)], check=True, env=environment)
     return f"{name}: done"
 
 

@@ -43,7 +43,7 @@ def main() -> None:
 
     policy = load_policy(args.run, name=args.checkpoint, trust=args.trust)
     policy.export(args.file)
-    print(f"{policy.config.algo} {policy.config.env.name} at {policy.checkpoint.frames:,} frames")
+    print(f"{policy.config.algo} {policy.config.env.name} at {policy.frames:,} frames")
     print(f"written to {args.file}")
 
     # The file takes what the simulator gives, and gives what the simulator takes.

@@ -14,6 +14,7 @@ MPO, V-MPO and PPO on TorchRL.
 
   {_PROGRAM} train ALGORITHM [NAME=VALUE ...]   train, or go on with resume=RUN
   {_PROGRAM} evaluate RUN [...]                 evaluate a policy, make a video
+  {_PROGRAM} publish RUN --out DIR              write a policy to pass on, with its card
   {_PROGRAM} report RUNS ... --out DIR          curves and tables of finished runs
   {_PROGRAM} envs [TEXT]                        names of tasks, those with TEXT in them
 
@@ -31,7 +32,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit code.
     """
     command, *rest = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
-    commands = {"train": _train, "evaluate": _evaluate, "report": _report, "envs": _envs}
+    commands = {
+        "train": _train,
+        "evaluate": _evaluate,
+        "publish": _publish,
+        "report": _report,
+        "envs": _envs,
+    }
     if command in commands:
         from minerva_torchrl.runs.start import quiet_interrupts
 
@@ -65,6 +72,40 @@ def _evaluate(arguments: list[str]) -> int:
     from minerva_torchrl.runs.start import evaluate_main
 
     evaluate_main(arguments, prog=f"{_PROGRAM} evaluate")
+    return 0
+
+
+def _publish(arguments: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog=f"{_PROGRAM} publish",
+        description="Write the policy of a run, without what only training needs.",
+    )
+    parser.add_argument("run", metavar="RUN", help="folder of a finished run")
+    parser.add_argument("--out", metavar="DIR", required=True, help="a new folder for the policy")
+    parser.add_argument("--checkpoint", choices=("last", "best"), default="last")
+    parser.add_argument("--episodes", type=int, default=10, help="episodes for its card (10)")
+    parser.add_argument(
+        "--trust", action="store_true", help="import the code that the run's settings name"
+    )
+    args = parser.parse_args(arguments)
+    if args.episodes < 1:
+        parser.error(f"--episodes must be at least 1, got {args.episodes}")
+    from minerva_torchrl.report.commands import commands
+    from minerva_torchrl.report.groups import group_runs
+    from minerva_torchrl.report.reading import load_runs
+    from minerva_torchrl.runs import CheckpointError, ConfigError, load_policy
+
+    try:
+        loaded = load_runs(args.run)
+        if len(loaded.runs) != 1:
+            reason = loaded.problems[0].reason if loaded.problems else "it has no run of its own"
+            return _error(f"{args.run} can't be published: {reason}.")
+        (command,) = commands(group_runs(loaded.runs)[0])
+        policy = load_policy(args.run, name=args.checkpoint, trust=args.trust)
+        policy.publish(args.out, card={"command": command}, episodes=args.episodes)
+    except (CheckpointError, ConfigError, OSError) as error:
+        return _error(str(error))
+    sys.stdout.write(f"{args.out}: {policy.config.algo} {policy.config.env.name}\n")
     return 0
 
 

@@ -125,10 +125,10 @@ def _names(runs: Sequence[RecordedRun], given: Sequence[Name]) -> dict[tuple[str
     names: dict[tuple[str, Hashable], str] = {}
     uses: Counter[str] = Counter()
     for run in runs:
-        key, name = (run.algo, settings_key(run)), _given_name(run, given)
-        if name is not None and key not in names:
+        of_run, name = (run.algo, settings_key(run)), _given_name(run, given)
+        if name is not None and of_run not in names:
             uses[name] += 1
-            names[key] = name if uses[name] == 1 else f"{name} ({uses[name]})"
+            names[of_run] = name if uses[name] == 1 else f"{name} ({uses[name]})"
     for algo in ALGORITHMS:
         kinds: dict[Hashable, RecordedRun] = {}
         per_task: dict[str, set[Hashable]] = defaultdict(set)

@@ -225,7 +225,11 @@ def _evaluation_arguments(arguments: Sequence[str] | None, prog: str | None) -> 
         description="Evaluate the policy of a run, and make a video of it.",
         epilog="Videos need OpenGL: without a display, set MUJOCO_GL=egl (or osmesa).",
     )
-    parser.add_argument("run", metavar="RUN", help="folder of a run, or of one of its checkpoints")
+    parser.add_argument(
+        "run",
+        metavar="RUN",
+        help="folder of a run, of one of its checkpoints, or of a published policy",
+    )
     parser.add_argument("--episodes", type=int, default=10, help="number of episodes (10)")
     parser.add_argument("--checkpoint", choices=("last", "best"), default="last")
     parser.add_argument("--seed", type=int, help="seed (default: that of the run's evaluations)")
@@ -258,7 +262,7 @@ def _evaluate(args: argparse.Namespace) -> None:
             bar.update()
 
         result = evaluate(env, policy.actor, seed=seed, on_step=draw if args.video else None)
-    config, frames = policy.config, policy.checkpoint.frames
+    config, frames = policy.config, policy.frames
     lines = [f"{config.algo} {config.env.name} at {frames:,} frames"]
     for i, (score, length) in enumerate(zip(result.returns, result.lengths, strict=True), 1):
         lines.append(f"  episode {i:<3} return {score:9.2f}   length {length}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from tensordict.nn import ProbabilisticTensorDictSequential
 from torchrl.envs import TransformedEnv
+from torchrl.objectives.common import LossModule
 
 from minerva_torchrl.algorithms import RunConfig
 from minerva_torchrl.runs.assemble import (
@@ -21,8 +22,15 @@ from minerva_torchrl.runs.assemble import (
     make_training_env,
 )
 from minerva_torchrl.runs.checkpoints import Checkpoint, CheckpointError, open_checkpoint
+from minerva_torchrl.runs.evaluation import evaluate
 from minerva_torchrl.runs.parts import Networks, UserParts, find_parts, with_names
 from minerva_torchrl.runs.policy import DeployedPolicy
+from minerva_torchrl.runs.published import (
+    is_published,
+    publish,
+    published_frames,
+    restore_published,
+)
 from minerva_torchrl.runs.settings import load_config
 from minerva_torchrl.runs.snapshot import restore_model
 from minerva_torchrl.runs.trust import check_trust
@@ -39,8 +47,12 @@ class TrainedPolicy:
     """
 
     config: RunConfig
-    checkpoint: Checkpoint
+    frames: int
+    """How long it was trained."""
     actor: ProbabilisticTensorDictSequential
+    checkpoint: Checkpoint | None
+    """That it is from, ``None`` for a policy that was published."""
+    _loss: LossModule
     _training_env: TransformedEnv
     _parts: UserParts
 
@@ -80,6 +92,35 @@ class TrainedPolicy:
         """Write the policy to a file ``.pt2`` or ``.onnx``, see :meth:`DeployedPolicy.export`."""
         self.deployed.export(path)
 
+    def publish(
+        self, path: Path | str, *, card: Mapping[str, Any] = {}, episodes: int = 10
+    ) -> None:
+        """Write what others need to act as this policy does, and see what they then should see.
+
+        The folder has ``policy.safetensors``, the settings, and ``card.json`` with the returns of
+        some episodes, the versions of packages, and what else you say. :func:`load_policy` and
+        ``python -m minerva_torchrl evaluate`` take it as they take the folder of a run.
+
+        Args:
+            path (Path or str): a new or an empty folder.
+
+        Keyword Args:
+            card (mapping): more to be known about the policy, as JSON can hold it.
+            episodes (int): how many episodes to evaluate. Defaults to ``10``.
+        """
+        env = self.make_env(episodes=episodes)
+        result = evaluate(env, self.actor, seed=self.evaluation_seed)
+        env.close()
+        about = {
+            "algo": self.config.algo,
+            "task": self.config.env.name,
+            "seed": self.config.seed,
+            "frames": self.frames,
+            "episodes": episodes,
+            **result.row(),
+        }
+        publish(Path(path), self.config, self._loss, self._training_env, {**about, **card})
+
 
 def load_policy(
     path: Path | str,
@@ -95,7 +136,8 @@ def load_policy(
     or environments of the user's needs them again, or ``trust=True``.
 
     Args:
-        path (Path or str): folder of the run, or of one of its checkpoints.
+        path (Path or str): folder of the run, of one of its checkpoints, or of a policy that was
+            published.
 
     Keyword Args:
         name (str): ``"last"`` or ``"best"``, if ``path`` is the folder of a run. Defaults to
@@ -115,11 +157,9 @@ def load_policy(
         minerva_torchrl.runs.manifest.CheckpointError: ...
     """
     path = Path(path)
-    is_run = os.path.lexists(path / "checkpoints")
-    checkpoint = open_checkpoint(path, name) if is_run else open_checkpoint(path)
-    run_dir = path if is_run else checkpoint.path.parent.parent
+    run_dir, checkpoint = (path, None) if is_published(path) else _of_a_run(path, name)
     config = load_config(run_dir)
-    if checkpoint.metadata.get("algo") != config.algo:
+    if checkpoint is not None and checkpoint.metadata.get("algo") != config.algo:
         raise CheckpointError(f"{checkpoint.path} is not a checkpoint of the run in {run_dir}.")
     given = {"network.factory": networks, "env.factory": make_env}
     again = {"callbacks", *(name for name, part in given.items() if part is not None)}
@@ -129,5 +169,18 @@ def load_policy(
     one = replace(config, env=replace(config.env, num_envs=1, num_workers=0))
     env = make_training_env(one, parts)
     loss = make_actor_and_loss(one, env, torch.device("cpu"), parts)
-    restore_model(loss, env, checkpoint)
-    return TrainedPolicy(config, checkpoint, loss.actor_network, env, parts)
+    if checkpoint is None:
+        restore_published(loss, env, path)
+        frames = published_frames(path)
+    else:
+        restore_model(loss, env, checkpoint)
+        frames = checkpoint.frames
+    return TrainedPolicy(config, frames, loss.actor_network, checkpoint, loss, env, parts)
+
+
+def _of_a_run(path: Path, name: str) -> tuple[Path, Checkpoint]:
+    """The folder of a run, and its checkpoint or the one that the path is."""
+    if os.path.lexists(path / "checkpoints"):
+        return path, open_checkpoint(path, name)
+    checkpoint = open_checkpoint(path)
+    return checkpoint.path.parent.parent, checkpoint
