@@ -31,6 +31,15 @@ SUITE = (
 GYM = ("gym:HalfCheetah-v5", "gym:Walker2d-v5", "gym:Hopper-v5")
 SEQUENCES = {"replay_buffer.n_steps": 1, "replay_buffer.sequence_length": 8}
 SEQUENCES |= {"replay_buffer.batch_size": 16}
+FORMER: dict[str, dict[str, object]] = {  # what version 0.1 had in the place of a change
+    "former_updates": {"optim.updates_per_frame": 0.5, "optim.lr_actor": 1e-3}
+    | {"optim.lr_critic": 1e-3},
+    "former_norm": {"network.norm_every_layer": "false"},
+    "former_multipliers": {"loss.alpha_update": "gradient", "optim.lr_dual": 1e-2}
+    | {"optim.lr_temperature": "null"},
+}
+ENERGY = {"env.wrappers": "[minerva_torchrl.envs.energy:EnergyCost]"}
+ENERGY |= {"loss.objectives.energy.reward": "energy"}
 BINS: dict[str, dict[str, object]] = {
     critic: {"network.critic": critic, "network.critic_kwargs.adaptive": "true"}
     for critic in ("categorical", "hl_gauss")
@@ -83,6 +92,18 @@ ALL = (
         Runs("on-policy", algo, ("cartpole-swingup", "walker-walk", "cheetah-run", *GYM), 500_000)
         for algo in ("ppo", "vmpo")
     ),
+    Runs(
+        "ablation",
+        "mpo",
+        ("cartpole-swingup", "walker-walk", "cheetah-run", "finger-spin"),
+        100_000,
+        variant="former",
+        settings={name: value for change in FORMER.values() for name, value in change.items()},
+    ),
+    *(
+        Runs("ablation", "mpo", ("walker-walk", "cheetah-run"), 100_000, variant=v, settings=s)
+        for v, s in FORMER.items()
+    ),
     Runs("discrete", "mpo", ("gym:CartPole-v1", "gym:Acrobot-v1"), 30_000),
     *(
         Runs("estimators", "mpo", ("walker-walk", "cheetah-run"), 40_000, variant=name, settings=s)
@@ -102,7 +123,22 @@ ALL = (
     ),
     *(
         Runs("critics", "mpo", ("walker-walk",), 100_000, (0,), critic, {"network.critic": critic})
-        for critic in ("quantile", "gaussian_mixture")
+        for critic in ("two_hot", "quantile", "gaussian_mixture")
+    ),
+    Runs(
+        *("family", "mpo", ("walker-walk",), 100_000, (0,)),
+        *("full_covariance", {"network.policy": "full_covariance"}),
+    ),
+    Runs(
+        *("family", "mpo", ("geared-pendulum",), 30_000),
+        settings={"env.factory": "mpo_hybrid:GearedPendulum"},
+    ),
+    *(
+        Runs(
+            *("pareto", "mpo", ("cheetah-run",), 100_000, (0,), f"energy_{epsilon}"),
+            {**ENERGY, "loss.objectives.energy.epsilon": epsilon},
+        )
+        for epsilon in (0.01, 0.1, 0.3, 1.0, 3.0)
     ),
 )
 """In the order in which they are made."""
