@@ -43,8 +43,13 @@ def public() -> dict[str, Any]:
         for name in module.__all__:
             obj = getattr(module, name)
             if inspect.isclass(obj) or inspect.isfunction(obj):
-                found[f"{obj.__module__}.{obj.__qualname__}"] = obj
+                found[place_of(obj)] = obj
     return found
+
+
+def place_of(obj: Any) -> str:
+    """Where an object is defined."""
+    return f"{obj.__module__}.{obj.__qualname__}"
 
 
 PUBLIC = public()
