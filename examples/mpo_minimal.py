@@ -12,7 +12,6 @@ from torchrl.collectors import Collector
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.envs import (
     CatTensors,
-    ClipTransform,
     Compose,
     DMControlEnv,
     DoubleToFloat,
@@ -27,15 +26,15 @@ from torchrl.modules import MLP, IndependentNormal, ProbabilisticActor, ValueOpe
 from torchrl.objectives import HardUpdate
 
 from minerva_torchrl import MPOLoss
+from minerva_torchrl.envs import ClipAction
 
 FRAMES = int(sys.argv[1]) if len(sys.argv) > 1 else 20_000
 torch.manual_seed(0)
 torch.set_num_threads(1)  # small networks: threads cost more than they bring
 env = DMControlEnv("cartpole", "balance")
 action_spec = env.action_spec.to(torch.float32)
-bounds = {"low": action_spec.space.low, "high": action_spec.space.high}
 flatten = CatTensors(in_keys=list(env.observation_spec.keys()), out_key="observation")
-clip = ClipTransform(in_keys_inv=["action"], **bounds)  # the raw action is stored
+clip = ClipAction(action_spec)  # the raw action is stored
 env = TransformedEnv(env, Compose(flatten, DoubleToFloat(), clip, InitTracker(), RewardSum()))
 env.set_seed(0)
 size, actions = env.observation_spec["observation"].shape[-1], action_spec.shape[-1]

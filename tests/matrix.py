@@ -5,13 +5,14 @@
 
 A cell is another Python, with the versions of ``constraints.txt``, or another version of a package
 in front of those that are installed. It is not tried where there is no such Python or package, or
-where PyTorch would bring the libraries of CUDA, which are gigabytes (``--cuda`` tries it).
+where PyTorch is to be had with CUDA only, which is gigabytes (``--cuda`` tries it). Which builds
+there are is read from pip's indices; nothing is downloaded to find out.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
+import fnmatch
 import os
 import platform
 import re
@@ -42,6 +43,8 @@ CELLS = (
     *(Cell(f"Python {version}", python=version) for version in ("3.10", "3.11", "3.12", "3.13")),
     Cell("tensordict 0.15", package="tensordict==0.15.*"),
     Cell("torchrl 0.15", package="torchrl==0.15.*"),
+    Cell("numpy 1.26", package="numpy==1.26.*"),
+    Cell("gymnasium 1.0", package="gymnasium==1.0.*"),
     Cell("torch 2.14", package="torch==2.14.*"),
     Cell("torch 2.15", package="torch==2.15.*"),
 )
@@ -74,13 +77,33 @@ def pip(python: str, *arguments: str) -> str:
     return result.stdout
 
 
-def check_size(python: str, requirements: Sequence[str]) -> None:
-    """Raise if an installation would bring CUDA."""
-    report = pip(python, "--dry-run", "--ignore-installed", "--report", "-", *requirements)
-    names = [entry["metadata"]["name"] for entry in json.loads(report)["install"]]
-    cuda = [name for name in names if name.startswith(("nvidia-", "cuda-"))]
-    if cuda:
-        raise NotTriedError(f"PyTorch comes with CUDA here ({len(cuda)} packages of it)")
+def builds(python: str, package: str) -> list[str]:
+    """Versions of a package that pip finds for an interpreter, newest first."""
+    command = [python, "-m", "pip", "--disable-pip-version-check", "index", "versions", package]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    listed = re.search(r"^Available versions: (.*)$", result.stdout, re.MULTILINE)
+    if not listed:
+        raise NotTriedError(f"pip finds no {package} here")
+    return listed[1].split(", ")
+
+
+def check_builds(found: Sequence[str], wanted: str, system: str) -> None:
+    """Raise if a version of PyTorch is not there, or comes with CUDA. ``wanted`` may have a ``*``.
+
+    On Linux a build without CUDA says so, as in ``2.13.0+cpu``.
+    """
+    matching = [build for build in found if fnmatch.fnmatch(build.partition("+")[0], wanted)]
+    if not matching:
+        raise NotTriedError(f"there is no torch {wanted} here")
+    if system == "linux" and not any(build.endswith("+cpu") for build in matching):
+        raise NotTriedError(f"only CUDA builds here (of torch {wanted})")
+
+
+def constrained(package: str) -> str:
+    """The version of a package in ``constraints.txt``."""
+    text = (ROOT / "constraints.txt").read_text()
+    [version] = re.findall(rf"^{package}==([\w.]+)", text, re.MULTILINE)
+    return str(version)
 
 
 def environment(cell: Cell, cuda: bool) -> tuple[str, dict[str, str]]:
@@ -93,15 +116,16 @@ def environment(cell: Cell, cuda: bool) -> tuple[str, dict[str, str]]:
         home = FOLDER / f"python-{cell.python}"
         inside = str(home / "bin" / "python")
         if not (home / ".installed").exists():
-            subprocess.run([python, "-m", "venv", "--clear", home], check=True)
             if not cuda:
-                check_size(inside, ("-c", "constraints.txt", "torch"))
+                check_builds(builds(python, "torch"), constrained("torch"), sys.platform)
+            subprocess.run([python, "-m", "venv", "--clear", home], check=True)
             pip(inside, "-c", "constraints.txt", "-e", ".[dev]")
             (home / ".installed").touch()
         return inside, variables
     assert cell.package is not None
-    if not cuda:
-        check_size(sys.executable, [cell.package])
+    name, _, version = cell.package.partition("==")
+    if name == "torch" and not cuda:
+        check_builds(builds(sys.executable, "torch"), version, sys.platform)
     overlay = FOLDER / cell.name.replace(" ", "-")
     if not overlay.exists():
         pip(sys.executable, "--no-deps", "--target", str(overlay), cell.package)

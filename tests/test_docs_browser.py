@@ -31,6 +31,8 @@ LOOKS = [
 ]
 SHOWN = (
     "index",
+    "start",
+    "results",
     "mpo",
     "equations/e-step",
     "equations/index",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import re
 import sys
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from torchrl.modules import (
 )
 
 from minerva_torchrl import MPOLoss, VMPOLoss
+from tests.test_docstring_arguments import PUBLIC, place_of
 
 DOCS = Path(__file__).parents[1] / "docs"
 sys.path.insert(0, str(DOCS / "_ext"))
@@ -73,3 +76,15 @@ def test_metrics_of_vmpo() -> None:
     for actor in (gaussian(), categorical()):
         metrics |= {k for k in VMPOLoss(actor, critic).out_keys if not k.startswith("loss_")}
     assert metrics == documented("vmpo")
+
+
+def test_reference_lists_what_there_is() -> None:
+    """Every name below an ``autosummary`` exists, and every public object is on a page."""
+    listed = set()
+    for page in (DOCS / "api").glob("*.rst"):
+        for part in page.read_text().split(".. currentmodule:: ")[1:]:
+            module = importlib.import_module(part.split()[0])
+            names = re.findall(r"^   ([A-Za-z]\w*)$", part, re.MULTILINE)
+            assert set(names) <= set(module.__all__), page.name
+            listed |= {place_of(getattr(module, name)) for name in names}
+    assert set(PUBLIC) - listed == set()

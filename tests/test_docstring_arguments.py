@@ -43,8 +43,13 @@ def public() -> dict[str, Any]:
         for name in module.__all__:
             obj = getattr(module, name)
             if inspect.isclass(obj) or inspect.isfunction(obj):
-                found[f"{obj.__module__}.{obj.__qualname__}"] = obj
+                found[place_of(obj)] = obj
     return found
+
+
+def place_of(obj: Any) -> str:
+    """Where an object is defined."""
+    return f"{obj.__module__}.{obj.__qualname__}"
 
 
 PUBLIC = public()
@@ -78,6 +83,41 @@ def test_returns(obj: Any) -> None:
     returned = inspect.signature(obj).return_annotation
     if returned not in (None, "None", inspect.Signature.empty):
         assert "Returns" in docstrings.sections(inspect.getdoc(obj) or "")
+
+
+@ours
+def test_shapes(obj: Any) -> None:
+    """Of every tensor that goes in."""
+    if shown_by_fields(obj) or (inspect.isclass(obj) and issubclass(obj, Exception)):
+        return
+    types = {name: str(a.annotation) for name, a in inspect.signature(obj).parameters.items()}
+    for name, argument in docstrings.arguments(inspect.getdoc(obj) or "").items():
+        if re.search(r"\bTensor\b", types.get(name, "")):
+            assert re.search(r"``[\[(]|shape|scalar|``reward``", argument.text), name
+
+
+NO_PAPER = {
+    "categorical_kl",
+    "effective_sample_size",
+    "gaussian_entropy",
+    "masked_mean",
+    "sample_kl",
+    "sample_kl_to_uniform",
+    "standardize",
+    "weight_entropy",
+    "weighted_moments",
+    "weighted_multivariate_moments",
+}
+"""Functions that are nobody's idea."""
+
+
+@ours
+def test_paper(obj: Any) -> None:
+    """Every equation and loss but the commonplace ones has a link."""
+    place = obj.__module__.removeprefix("minerva_torchrl.objectives.")
+    maths = inspect.isfunction(obj) and re.match(r"functional\b|value\.functional", place)
+    if (maths and obj.__name__ not in NO_PAPER) or obj.__name__ in ("MPOLoss", "VMPOLoss"):
+        assert "https://arxiv.org/abs/" in (inspect.getdoc(obj) or "")
 
 
 @ours

@@ -24,7 +24,6 @@ from torch import nn
 from torchrl.collectors import Collector
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.envs import (
-    ClipTransform,
     Compose,
     DoubleToFloat,
     GymEnv,
@@ -36,13 +35,14 @@ from torchrl.modules import MLP, IndependentNormal, ProbabilisticActor, ValueOpe
 from torchrl.objectives import SoftUpdate
 
 from minerva_torchrl import MPOLoss
+from minerva_torchrl.envs import ClipAction
 
 torch.manual_seed(0)
 torch.set_num_threads(1)
 
 env = GymEnv("InvertedPendulum-v5")
 spec = env.action_spec
-clip = ClipTransform(in_keys_inv=["action"], low=spec.space.low, high=spec.space.high)
+clip = ClipAction(spec)  # the raw action is stored
 env = TransformedEnv(env, Compose(DoubleToFloat(), clip, InitTracker(), RewardSum()))
 env.set_seed(0)
 

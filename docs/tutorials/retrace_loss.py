@@ -26,7 +26,6 @@ from torch import nn
 from torchrl.collectors import Collector
 from torchrl.data import LazyTensorStorage, TensorDictReplayBuffer
 from torchrl.envs import (
-    ClipTransform,
     Compose,
     DoubleToFloat,
     GymEnv,
@@ -38,6 +37,7 @@ from torchrl.modules import MLP, IndependentNormal, ProbabilisticActor, ValueOpe
 from torchrl.objectives import SoftUpdate
 
 from minerva_torchrl import MPOLoss, Retrace
+from minerva_torchrl.envs import ClipAction
 from minerva_torchrl.objectives.value.functional import vec_retrace_return_estimate
 from minerva_torchrl.trainers import SequenceSampler
 
@@ -57,7 +57,7 @@ print(vec_retrace_return_estimate(0.99, 0.95, log_pi, log_mu, q, v, reward, done
 
 env = GymEnv("InvertedPendulum-v5")
 spec = env.action_spec
-clip = ClipTransform(in_keys_inv=["action"], low=spec.space.low, high=spec.space.high)
+clip = ClipAction(spec)  # the raw action is stored
 env = TransformedEnv(env, Compose(DoubleToFloat(), clip, InitTracker(), RewardSum()))
 env.set_seed(0)
 size, actions = env.observation_spec["observation"].shape[-1], spec.shape[-1]

@@ -102,5 +102,5 @@ right.legend()
 # ------------------
 #
 # Only the actor changes: ``out_keys=["loc", "scale"]``, ``distribution_class=IndependentNormal``,
-# and a ``ClipTransform`` as in :doc:`mpo_pipeline`. The constraints are then ``mean`` and
+# and a ``ClipAction`` as in :doc:`mpo_pipeline`. The constraints are then ``mean`` and
 # ``stddev``.

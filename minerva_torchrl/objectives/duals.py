@@ -179,6 +179,8 @@ class DualVariable(nn.Module):
 class Temperature(DualVariable):
     r"""The temperature :math:`\eta` of one objective of the E-step, with its bound.
 
+    The temperature of MPO's E-step, https://arxiv.org/abs/1806.06920.
+
     The dual of the E-step,
     :math:`L_\eta = \eta (\epsilon + \log \sum_i p_i \exp(v_i / \eta))`, has the gradient
     :math:`\epsilon - KL(w \| p)`. So a state's loss is all there is to know once its dual and its
@@ -244,6 +246,8 @@ class Temperature(DualVariable):
 
 class Constraint(DualVariable):
     r"""A constraint :math:`KL \le \epsilon` on the policy, with its multiplier :math:`\alpha`.
+
+    The constraint of MPO's M-step, https://arxiv.org/abs/1806.06920.
 
     The multiplier is learned on its dual, :math:`L_\alpha = \alpha (\epsilon - KL)`. Multipliers
     differ by orders of magnitude between constraints and in the course of training, and so do

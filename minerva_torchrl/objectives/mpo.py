@@ -55,10 +55,9 @@ class MPOLoss(TargetNetworksLoss):
 
     Actions: for an unsquashed Gaussian policy the data holds the *raw* sample. The critic sees it
     clipped to the bounds of ``action_spec``, likelihoods see it raw, and the environment should
-    clip it (TorchRL's ``ClipTransform(in_keys_inv=["action"])``). For ``TanhNormal`` samples
-    are scored before the tanh. Discrete actions are not sampled but enumerated: all of them are
-    weighted, :math:`w_a \propto \pi'(a) \exp(Q'(s, a) / \eta)`, and one constraint bounds how far
-    the policy moves.
+    clip it. For ``TanhNormal`` samples are scored before the tanh. Discrete actions are not sampled
+    but enumerated: all of them are weighted, :math:`w_a \propto \pi'(a) \exp(Q'(s, a) / \eta)`,
+    and one constraint bounds how far the policy moves.
 
     Gradients: every parameter gets the gradient of its own loss only, so that one backward pass of
     the sum of all losses is as good as one for each. Parameters that actor and critic share get

@@ -64,6 +64,8 @@ def make_ppo_loss(
 ) -> ClipPPOLoss:
     r"""TorchRL's clipped PPO loss with its advantage estimator, ready for minibatches.
 
+    PPO is from https://arxiv.org/abs/1707.06347.
+
     With the ratio :math:`r = \pi(a|s) / \pi_{old}(a|s)`, the advantage :math:`\hat A`, the return
     :math:`R`, and the value :math:`V_{old}` that the rollout stored, the three ``loss_*`` entries
     add up to
@@ -219,6 +221,8 @@ def make_ppo_loss(
 @torch.no_grad()
 def estimate_advantage(loss: LossModule, rollout: TensorDictBase) -> TensorDictBase:
     """Write ``advantage``, ``value_target`` and ``state_value`` with the loss's own critic.
+
+    Generalised advantages are from https://arxiv.org/abs/1506.02438.
 
     Call it once per rollout, before the first optimisation step: every epoch then regresses to the
     same targets, and ``state_value`` is the value at collection time that value clipping needs.

@@ -118,7 +118,7 @@ class CategoricalCritic(OnSupport, _AtomsCritic):
         num_atoms (int): number of atoms. Defaults to ``51``.
 
     Keyword Args:
-        support (sequence of float, optional): the atoms themselves, increasing, instead.
+        support (sequence of float, optional): the atoms themselves, ``[K]``, increasing, instead.
         adaptive (bool): widen the support when more than one per cent of the targets lie outside.
         pessimism (float): standard deviations to take off the mean for the E-step.
         quantile (float, optional): a level, whose quantile the E-step takes instead of the mean.

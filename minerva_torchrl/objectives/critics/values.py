@@ -212,7 +212,7 @@ class TwoHotCritic(_BinnedCritic):
         num_atoms (int): number of bins. Defaults to ``51``.
 
     Keyword Args:
-        support (sequence of float, optional): the bins themselves, increasing, instead.
+        support (sequence of float, optional): the bins themselves, ``[K]``, increasing, instead.
         symlog (bool): bins that are evenly spaced in :math:`\mathrm{sign}(x) \log(1 + |x|)`:
             narrow around zero, wide far from it. Defaults to ``False``.
         adaptive (bool): widen the support when more than one per cent of the targets lie outside.
@@ -240,7 +240,7 @@ class HLGaussCritic(_BinnedCritic):
 
     Keyword Args:
         sigma (float): standard deviation, in widths of a bin. Defaults to ``0.75``.
-        support (sequence of float, optional): centres of the bins, increasing, instead.
+        support (sequence of float, optional): centres of the bins, ``[K]``, increasing, instead.
         symlog (bool): bins that are evenly spaced in :math:`\mathrm{sign}(x) \log(1 + |x|)`, and
             the Gaussian there. Defaults to ``False``.
         adaptive (bool): widen the support when more than one per cent of the targets lie outside.

@@ -33,6 +33,8 @@ def mpo_weights_and_temperature_loss(
 ) -> tuple[Tensor, Tensor]:
     r"""Weights of the sampled actions and the dual loss of the temperature.
 
+    The E-step of MPO, https://arxiv.org/abs/1806.06920.
+
     .. math::
         w_i = \mathrm{softmax}_i(Q_i / \eta), \qquad
         L_\eta = \eta \Big( \epsilon + \log \tfrac{1}{N} \sum_i \exp(Q_i / \eta) \Big)
@@ -52,7 +54,7 @@ def mpo_weights_and_temperature_loss(
         q_value (Tensor): values of the sampled actions, ``[N, *B]`` (``N`` at ``sample_dim``).
             No gradient flows into them.
         temperature (Tensor): positive scalar ``eta``.
-        epsilon (Tensor or float): bound of the KL divergence.
+        epsilon (Tensor or float): bound of the KL divergence, scalar.
         log_prior (Tensor, optional): log-probabilities of the candidates, of the shape of
             ``q_value``; ``-inf`` for one that can't be taken.
         sample_dim (int): where the samples are. Defaults to 0.
@@ -96,6 +98,8 @@ def categorical_mpo_weights_and_temperature_loss(
 ) -> tuple[Tensor, Tensor]:
     r"""Weights of all discrete actions and the dual loss of the temperature.
 
+    The E-step of MPO, https://arxiv.org/abs/1806.06920, for discrete actions.
+
     .. math::
         w_a \propto \pi'(a) \exp(Q_a / \eta), \qquad
         L_\eta = \eta \Big( \epsilon + \log \sum_a \pi'(a) \exp(Q_a / \eta) \Big)
@@ -108,7 +112,7 @@ def categorical_mpo_weights_and_temperature_loss(
         log_prior (Tensor): log-probabilities of all actions under the old policy, ``[*B, A]``.
             No gradient flows into them.
         temperature (Tensor): positive scalar ``eta``.
-        epsilon (Tensor or float): bound of the KL divergence.
+        epsilon (Tensor or float): bound of the KL divergence, scalar.
         mask (Tensor, optional): boolean ``[*B, A]``, ``True`` for legal actions. Illegal ones get
             no weight and may have any value.
 
@@ -153,6 +157,8 @@ def vmpo_weights_and_temperature_loss(
 ) -> tuple[Tensor, Tensor, Tensor]:
     r"""Weights of the best samples of a batch and the dual loss of the temperature.
 
+    The E-step of V-MPO, https://arxiv.org/abs/1909.12238.
+
     With :math:`\tilde D` the samples whose advantage is among the best ``top_k_fraction``,
 
     .. math::
@@ -165,7 +171,7 @@ def vmpo_weights_and_temperature_loss(
         advantage (Tensor): advantages, ``[*B]``. The whole tensor is one batch; no gradient flows
             into it.
         temperature (Tensor): positive scalar ``eta``.
-        epsilon (Tensor or float): bound of the KL divergence.
+        epsilon (Tensor or float): bound of the KL divergence, scalar.
         top_k_fraction (float): fraction of the batch that is kept, in ``(0, 1]``. At least one
             sample is kept; samples tied with the last one kept are kept too.
         restarting_weights (Tensor, optional): ``[*B]``, zero for samples to leave out (actions
@@ -218,6 +224,8 @@ def top_k_mask(
 ) -> Tensor:
     """Which samples are among the best of a batch.
 
+    V-MPO learns from these only, https://arxiv.org/abs/1909.12238.
+
     Args:
         advantage (Tensor): ``[*B]``; the whole tensor is one batch.
         fraction (float): fraction of the batch that is kept, in ``(0, 1]``. At least one sample is
@@ -260,6 +268,8 @@ def solve_temperature(
 ) -> Tensor:
     r"""Minimise the convex dual of the temperature exactly.
 
+    The dual is that of MPO, https://arxiv.org/abs/1806.06920.
+
     Finds the ``eta`` at which the mean over states of :math:`KL(w \| p)` equals ``epsilon``, where
     :math:`w_i \propto p_i \exp(v_i / \eta)` and ``p`` is the prior over samples (uniform unless
     ``log_prior`` is given). Newton's method on :math:`\log KL` against :math:`\log \eta`, kept
@@ -267,7 +277,7 @@ def solve_temperature(
 
     Args:
         value (Tensor): ``[N, *B]`` with the ``N`` samples at ``sample_dim``.
-        epsilon (Tensor or float): bound of the KL divergence, positive.
+        epsilon (Tensor or float): bound of the KL divergence, scalar, positive.
         sample_dim (int): where the samples are. Defaults to 0.
         log_prior (Tensor, optional): log-weights of the samples, of the shape of ``value``; they
             need not be normalised. ``-inf`` leaves a sample out.
@@ -339,6 +349,8 @@ def solve_temperature(
 
 def out_of_bounds_cost(action: Tensor, low: Tensor, high: Tensor) -> Tensor:
     r"""How far actions lie outside their bounds, as a (negative) value to be maximised.
+
+    The action penalty of MPO with several objectives, https://arxiv.org/abs/2005.07513.
 
     .. math::
         c(a) = -\big\| (a - \mathrm{clip}(a, low, high)) / h \big\|_2, \qquad h = (high - low) / 2

@@ -82,6 +82,8 @@ def weighted_gaussian_cross_entropy(
 ) -> Tensor:
     r"""Weighted negative log-likelihood of the sampled actions under a diagonal Gaussian.
 
+    The M-step of MPO without its constraints, https://arxiv.org/abs/1806.06920.
+
     .. math::
         -\sum_i w_i \log \mathcal N(\mu' + \sigma' z_i; \mu, \sigma)
         = \sum_j \tfrac{r_j^2}{2} (m_{2j} - 2 d_j m_{1j} + m_0 d_j^2)
@@ -121,6 +123,8 @@ def decoupled_gaussian_kl(
 ) -> tuple[Tensor, Tensor]:
     r"""KL divergences from the old Gaussian when only its mean, or only its scale, has moved.
 
+    The decoupled constraints of https://arxiv.org/abs/1812.02256.
+
     .. math::
         KL_\mu = \frac{(\mu - \mu')^2}{2 \sigma'^2}, \qquad
         KL_\sigma = \tfrac12 \Big(\frac{\sigma'^2}{\sigma^2} - 1\Big)
@@ -157,6 +161,8 @@ def multivariate_gaussian_kl(
     loc: Tensor, scale_tril: Tensor, old_loc: Tensor, old_scale_tril: Tensor
 ) -> tuple[Tensor, Tensor]:
     r"""KL divergences from the old Gaussian when only its mean, or only its covariance, has moved.
+
+    The decoupled constraints of https://arxiv.org/abs/1812.02256.
 
     With :math:`\Sigma = L L^\top`, :math:`d = L'^{-1} (\mu - \mu')` and :math:`M = L^{-1} L'`
 
@@ -229,6 +235,8 @@ def weighted_multivariate_gaussian_cross_entropy(
 ) -> Tensor:
     r"""Weighted negative log-likelihood of the sampled actions under a Gaussian.
 
+    The M-step of MPO without its constraints, https://arxiv.org/abs/1806.06920.
+
     .. math::
         -\sum_i w_i \log \mathcal N(\mu' + L' z_i; \mu, L L^\top)
         = \tfrac12 \mathrm{tr} \big( M S M^\top \big)
@@ -300,13 +308,15 @@ def lagrangian_losses(
 ) -> tuple[Tensor, Tensor]:
     r"""The two sides of a constraint :math:`KL \le \epsilon`, each with the other held fixed.
 
+    How MPO enforces its bounds in the M-step, https://arxiv.org/abs/1806.06920.
+
     .. math::
         L_{KL} = \mathrm{sg}[\alpha] \, KL, \qquad L_\alpha = \alpha (\epsilon - \mathrm{sg}[KL])
 
     Args:
         kl (Tensor): divergences, ``[*B, D]`` or anything that broadcasts with ``multiplier``.
         multiplier (Tensor): positive ``alpha``, ``[D]`` or scalar.
-        epsilon (Tensor or float): the bound.
+        epsilon (Tensor or float): the bound, ``[D]`` or scalar.
 
     Returns:
         The penalty on the policy and the loss of the multiplier, elementwise.

@@ -28,6 +28,8 @@ _HALF_LOG_TWO_PI = 0.5 * math.log(2 * math.pi)
 def symlog(x: Tensor) -> Tensor:
     r""":math:`\mathrm{sign}(x) \log(1 + |x|)`: a logarithm for values of any sign and size.
 
+    From DreamerV3, https://arxiv.org/abs/2301.04104.
+
     Args:
         x (Tensor): any shape.
 
@@ -45,6 +47,8 @@ def symlog(x: Tensor) -> Tensor:
 def symexp(x: Tensor) -> Tensor:
     r""":math:`\mathrm{sign}(x) (\exp |x| - 1)`, the inverse of :func:`symlog`.
 
+    From DreamerV3, https://arxiv.org/abs/2301.04104.
+
     Args:
         x (Tensor): any shape.
 
@@ -61,6 +65,8 @@ def symexp(x: Tensor) -> Tensor:
 
 def categorical_projection(values: Tensor, probs: Tensor, support: Tensor) -> Tensor:
     r"""Project mass at any values onto the atoms of a support (Cramér or l2 projection).
+
+    From C51, https://arxiv.org/abs/1707.06887.
 
     The mass of a value between two atoms is split between them such that the mean is kept,
 
@@ -101,6 +107,8 @@ def categorical_projection(values: Tensor, probs: Tensor, support: Tensor) -> Te
 def two_hot(value: Tensor, support: Tensor) -> Tensor:
     """Probabilities of the two atoms around a value, whose mean is the value.
 
+    As in DreamerV3, https://arxiv.org/abs/2301.04104.
+
     Args:
         value (Tensor): ``[*B]``. One outside of the support counts as its nearest atom.
         support (Tensor): the atoms, ``[K]``, at least two, increasing.
@@ -129,7 +137,7 @@ def hl_gauss(value: Tensor, support: Tensor, sigma: Tensor | float) -> Tensor:
     Args:
         value (Tensor): ``[*B]``.
         support (Tensor): centres of the bins, ``[K]``, at least two, increasing.
-        sigma (Tensor or float): standard deviation, in the units of the value.
+        sigma (Tensor or float): standard deviation, in the units of the value, scalar.
 
     Returns:
         The probabilities, ``[*B, K]``, which sum to one for a value outside of the bins, too.
@@ -180,6 +188,8 @@ def weighted_quantile_huber_loss(
 ) -> Tensor:
     """:func:`quantile_huber_loss` for targets of different weights.
 
+    From QR-DQN, https://arxiv.org/abs/1710.10044.
+
     Args:
         quantiles (Tensor): predictions, ``[*B, K]``, differentiable.
         target (Tensor): atoms, ``[*B, M]``.
@@ -209,6 +219,8 @@ def weighted_quantile_huber_loss(
 
 def gaussian_mixture_nll(logits: Tensor, loc: Tensor, scale: Tensor, target: Tensor) -> Tensor:
     r"""Negative log-likelihood of samples under a mixture of Gaussians.
+
+    D4PG tried such a critic, https://arxiv.org/abs/1804.08617.
 
     .. math::
         L = -\frac1M \sum_{j=1}^M \log \sum_{k=1}^K

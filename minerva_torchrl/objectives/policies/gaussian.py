@@ -274,6 +274,8 @@ class TanhGaussian(DiagonalGaussian):
 class FullGaussian(_Gaussian):
     r"""A normal distribution with any covariance, which the environment clips.
 
+    The constraints are decoupled as in https://arxiv.org/abs/1812.02256.
+
     Constraints ``mean`` and ``covariance``: the mean is fitted with the old covariance, the
     covariance with the old mean. The distribution is ``torch.distributions.MultivariateNormal``
     with a Cholesky factor, ``scale_tril``.

@@ -46,9 +46,12 @@ __all__ = [
 def retrace_coefficient(log_pi: Tensor, log_mu: Tensor, lmbda: Tensor | float) -> Tensor:
     r""":math:`\lambda \min(1, \pi/\mu)`, clipped in log space so that nothing overflows.
 
+    From Retrace, https://arxiv.org/abs/1606.02647.
+
     Args:
-        log_pi (Tensor): log-probability of the stored action under the target policy.
-        log_mu (Tensor): its log-probability under the behaviour policy when it was taken.
+        log_pi (Tensor): log-probability of the stored action under the target policy, any shape.
+        log_mu (Tensor): its log-probability under the behaviour policy when it was taken, the same
+            shape.
         lmbda (Tensor or float): trace parameter, in ``[0, 1]``.
 
     Returns:
@@ -66,9 +69,12 @@ def retrace_coefficient(log_pi: Tensor, log_mu: Tensor, lmbda: Tensor | float) -
 def importance_coefficient(log_pi: Tensor, log_mu: Tensor) -> Tensor:
     r""":math:`\pi / \mu`.
 
+    Compared with the others in https://arxiv.org/abs/1606.02647.
+
     Args:
-        log_pi (Tensor): log-probability of the stored action under the target policy.
-        log_mu (Tensor): its log-probability under the behaviour policy when it was taken.
+        log_pi (Tensor): log-probability of the stored action under the target policy, any shape.
+        log_mu (Tensor): its log-probability under the behaviour policy when it was taken, the same
+            shape.
 
     Returns:
         The coefficient of every step, of the same shape.
@@ -84,8 +90,10 @@ def importance_coefficient(log_pi: Tensor, log_mu: Tensor) -> Tensor:
 def tree_backup_coefficient(log_pi: Tensor, lmbda: Tensor | float) -> Tensor:
     r""":math:`\lambda \pi(a|s)`. A density above one, possible for continuous actions, expands.
 
+    Tree-Backup (Precup et al., 2000); see https://arxiv.org/abs/1606.02647.
+
     Args:
-        log_pi (Tensor): log-probability of the stored action under the target policy.
+        log_pi (Tensor): log-probability of the stored action under the target policy, any shape.
         lmbda (Tensor or float): trace parameter, in ``[0, 1]``.
 
     Returns:
@@ -101,6 +109,8 @@ def tree_backup_coefficient(log_pi: Tensor, lmbda: Tensor | float) -> Tensor:
 
 def q_lambda_coefficient(like: Tensor, lmbda: Tensor | float) -> Tensor:
     r""":math:`\lambda` everywhere (Harutyunyan et al., 2016), of the shape of ``like``.
+
+    See https://arxiv.org/abs/1602.04951.
 
     Args:
         like (Tensor): of the shape that is wanted.
@@ -133,20 +143,23 @@ def off_policy_return_estimate(
 ) -> Tensor:
     """Return estimate for any trace coefficient, as a loop over time: the reference form.
 
+    The recursion is that of https://arxiv.org/abs/1606.02647.
+
     Args:
         gamma (Tensor or float): discount factor, scalar or of the shape of ``reward``.
-        coefficient (Tensor): ``c_t`` of each step's own action. The first one is never used.
-        state_action_value (Tensor): ``q_t``, the value of the stored action at ``s_t``.
+        coefficient (Tensor): ``[*B, T, 1]``, ``c_t`` of its own action. The first is not used.
+        state_action_value (Tensor): ``[*B, T, 1]``, ``q_t``, the value of the stored action.
         next_state_value (Tensor): ``v_{t+1}``, the value of the stored next observation under the
-            target policy.
-        reward (Tensor): ``r_t``.
-        done (Tensor): end of a trajectory after step ``t``, boolean.
-        terminated (Tensor, optional): true termination after step ``t``. Defaults to ``done``.
+            target policy, ``[*B, T, 1]``.
+        reward (Tensor): ``r_t``, ``[*B, T, 1]``.
+        done (Tensor): end of a trajectory after step ``t``, boolean ``[*B, T, 1]``.
+        terminated (Tensor, optional): true termination after step ``t``, boolean ``[*B, T, 1]``.
+            Defaults to ``done``.
 
     Keyword Args:
         time_dim (int): dimension of time. Defaults to ``-2``, for tensors ``[*B, T, 1]``.
 
-    All tensors have one shape, ``[*B, T, *F]`` with ``T`` at ``time_dim``.
+    All tensors have one shape. With another ``time_dim`` it is any that has ``T`` there.
 
     Returns:
         The target of every step, of the same shape.
@@ -184,18 +197,21 @@ def vec_off_policy_return_estimate(
 ) -> Tensor:
     """:func:`off_policy_return_estimate` without a loop over time.
 
+    The recursion is that of https://arxiv.org/abs/1606.02647.
+
     The recursion is doubled: after ``k`` rounds every step has gathered ``2**k`` of its successors,
     so that ``ceil(log2(T))`` rounds of static shape do. Exact up to rounding.
 
     Args:
         gamma (Tensor or float): discount factor, scalar or of the shape of ``reward``.
-        coefficient (Tensor): ``c_t`` of each step's own action. The first one is never used.
-        state_action_value (Tensor): ``q_t``, the value of the stored action at ``s_t``.
+        coefficient (Tensor): ``[*B, T, 1]``, ``c_t`` of its own action. The first is not used.
+        state_action_value (Tensor): ``[*B, T, 1]``, ``q_t``, the value of the stored action.
         next_state_value (Tensor): ``v_{t+1}``, the value of the stored next observation under the
-            target policy.
-        reward (Tensor): ``r_t``.
-        done (Tensor): end of a trajectory after step ``t``, boolean.
-        terminated (Tensor, optional): true termination after step ``t``. Defaults to ``done``.
+            target policy, ``[*B, T, 1]``.
+        reward (Tensor): ``r_t``, ``[*B, T, 1]``.
+        done (Tensor): end of a trajectory after step ``t``, boolean ``[*B, T, 1]``.
+        terminated (Tensor, optional): true termination after step ``t``, boolean ``[*B, T, 1]``.
+            Defaults to ``done``.
         time_dim (int): dimension of time. Defaults to ``-2``, for tensors ``[*B, T, 1]``.
 
     Returns:
@@ -250,19 +266,20 @@ def retrace_return_estimate(
     Args:
         gamma (Tensor or float): discount factor, scalar or of the shape of ``reward``.
         lmbda (Tensor or float): trace parameter, in ``[0, 1]``.
-        log_pi (Tensor): log-probability of the stored action under the target policy.
-        log_mu (Tensor): its log-probability under the behaviour policy when it was taken.
-        state_action_value (Tensor): ``q_t``, the value of the stored action at ``s_t``.
+        log_pi (Tensor): ``[*B, T, 1]``, log-probability of the stored action, target policy.
+        log_mu (Tensor): ``[*B, T, 1]``, that of the behaviour policy when the action was taken.
+        state_action_value (Tensor): ``[*B, T, 1]``, ``q_t``, the value of the stored action.
         next_state_value (Tensor): ``v_{t+1}``, the value of the stored next observation under the
-            target policy.
-        reward (Tensor): ``r_t``.
-        done (Tensor): end of a trajectory after step ``t``, boolean.
-        terminated (Tensor, optional): true termination after step ``t``. Defaults to ``done``.
+            target policy, ``[*B, T, 1]``.
+        reward (Tensor): ``r_t``, ``[*B, T, 1]``.
+        done (Tensor): end of a trajectory after step ``t``, boolean ``[*B, T, 1]``.
+        terminated (Tensor, optional): true termination after step ``t``, boolean ``[*B, T, 1]``.
+            Defaults to ``done``.
 
     Keyword Args:
         time_dim (int): dimension of time. Defaults to ``-2``, for tensors ``[*B, T, 1]``.
 
-    All tensors have one shape, ``[*B, T, *F]`` with ``T`` at ``time_dim``.
+    All tensors have one shape. With another ``time_dim`` it is any that has ``T`` there.
 
     Returns:
         The target of every step, of the same shape.
@@ -304,17 +321,20 @@ def vec_retrace_return_estimate(
 ) -> Tensor:
     """:func:`retrace_return_estimate` without a loop over time.
 
+    Retrace is from https://arxiv.org/abs/1606.02647.
+
     Args:
         gamma (Tensor or float): discount factor, scalar or of the shape of ``reward``.
         lmbda (Tensor or float): trace parameter, in ``[0, 1]``.
-        log_pi (Tensor): log-probability of the stored action under the target policy.
-        log_mu (Tensor): its log-probability under the behaviour policy when it was taken.
-        state_action_value (Tensor): ``q_t``, the value of the stored action at ``s_t``.
+        log_pi (Tensor): ``[*B, T, 1]``, log-probability of the stored action, target policy.
+        log_mu (Tensor): ``[*B, T, 1]``, that of the behaviour policy when the action was taken.
+        state_action_value (Tensor): ``[*B, T, 1]``, ``q_t``, the value of the stored action.
         next_state_value (Tensor): ``v_{t+1}``, the value of the stored next observation under the
-            target policy.
-        reward (Tensor): ``r_t``.
-        done (Tensor): end of a trajectory after step ``t``, boolean.
-        terminated (Tensor, optional): true termination after step ``t``. Defaults to ``done``.
+            target policy, ``[*B, T, 1]``.
+        reward (Tensor): ``r_t``, ``[*B, T, 1]``.
+        done (Tensor): end of a trajectory after step ``t``, boolean ``[*B, T, 1]``.
+        terminated (Tensor, optional): true termination after step ``t``, boolean ``[*B, T, 1]``.
+            Defaults to ``done``.
         time_dim (int): dimension of time. Defaults to ``-2``, for tensors ``[*B, T, 1]``.
 
     Returns:

@@ -79,8 +79,17 @@ def main(cfg: DictConfig):
         target_updater.step()
         return losses.detach()
 
+    def log_return(frames):
+        with timeit("eval"):
+            reward = evaluate(eval_env, actor, cfg)
+        torchrl_logger.info(f"{frames} frames: return {reward:.1f}")
+        return {"eval/reward": reward}
+
     num_updates = int(cfg.collector.frames_per_batch * cfg.optim.utd_ratio)
     collected_frames = 0
+    metrics = log_return(0)  # of the untrained policy
+    if logger is not None:
+        logger.log_metrics(metrics, 0)
     pbar = tqdm.tqdm(total=cfg.collector.total_frames)
     for data in collector:
         collected_frames += data.numel()
@@ -105,11 +114,7 @@ def main(cfg: DictConfig):
             reward = data["next", "episode_reward"][done]
             metrics["train/reward"] = reward.mean().item()
         if collected_frames % cfg.logger.eval_iter < cfg.collector.frames_per_batch:
-            with timeit("eval"):
-                metrics["eval/reward"] = evaluate(eval_env, actor, cfg)
-            torchrl_logger.info(
-                f"{collected_frames} frames: return {metrics['eval/reward']:.1f}"
-            )
+            metrics.update(log_return(collected_frames))
         if logger is not None:
             metrics.update(timeit.todict(prefix="time"))
             logger.log_metrics(metrics, collected_frames)

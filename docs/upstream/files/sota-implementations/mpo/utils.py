@@ -14,7 +14,6 @@ from torchrl.data import (
 )
 from torchrl.envs import (
     CatTensors,
-    ClipTransform,
     Compose,
     DMControlEnv,
     DoubleToFloat,
@@ -23,6 +22,7 @@ from torchrl.envs import (
     ParallelEnv,
     RewardSum,
     StepCounter,
+    Transform,
     TransformedEnv,
 )
 from torchrl.envs.libs.gym import GymEnv, set_gym_backend
@@ -44,6 +44,21 @@ def make_base_env(cfg):
         return GymEnv(cfg.env.name)
 
 
+class ClipAction(Transform):
+    """Clips actions to bounds that may differ between dimensions.
+
+    Only the environment sees the clipped action: the raw one is stored.
+    """
+
+    def __init__(self, low, high):
+        super().__init__(in_keys_inv=["action"], out_keys_inv=["action"])
+        self.register_buffer("low", low)
+        self.register_buffer("high", high)
+
+    def _inv_apply_transform(self, action):
+        return action.clamp(self.low, self.high)
+
+
 def make_environment(cfg, seed, num_envs):
     """Copies of the task that clip the actions of a Gaussian policy.
 
@@ -57,7 +72,7 @@ def make_environment(cfg, seed, num_envs):
         env,
         Compose(
             DoubleToFloat(),
-            ClipTransform(in_keys_inv=["action"], low=bounds.low, high=bounds.high),
+            ClipAction(bounds.low, bounds.high),
             InitTracker(),
             StepCounter(cfg.env.max_episode_steps),
             RewardSum(),

@@ -17,6 +17,7 @@ from torchrl.envs import (
     ParallelEnv,
     RewardSum,
     StepCounter,
+    Transform,
     TransformedEnv,
     VecNorm,
 )
@@ -39,6 +40,21 @@ def make_base_env(cfg):
         return GymEnv(cfg.env.name)
 
 
+class ClipAction(Transform):
+    """Clips actions to bounds that may differ between dimensions.
+
+    Only the environment sees the clipped action: the raw one is stored.
+    """
+
+    def __init__(self, low, high):
+        super().__init__(in_keys_inv=["action"], out_keys_inv=["action"])
+        self.register_buffer("low", low)
+        self.register_buffer("high", high)
+
+    def _inv_apply_transform(self, action):
+        return action.clamp(self.low, self.high)
+
+
 def make_environment(cfg, seed, num_envs):
     """Copies of the task with normalized observations.
 
@@ -54,7 +70,7 @@ def make_environment(cfg, seed, num_envs):
             DoubleToFloat(),
             VecNorm(in_keys=["observation"], decay=0.99999, eps=1e-2),
             ClipTransform(in_keys=["observation"], low=-10, high=10),
-            ClipTransform(in_keys_inv=["action"], low=bounds.low, high=bounds.high),
+            ClipAction(bounds.low, bounds.high),
             InitTracker(),
             StepCounter(cfg.env.max_episode_steps),
             RewardSum(),
