@@ -104,7 +104,7 @@ def test_the_preset_alone_is_not_the_name_of_a_changed_one(tmp_path: Path) -> No
     write_run(tmp_path / "a", loss__gamma=0.9)
     write_run(tmp_path / "b", loss__gamma=0.9, optim__lr_actor=2e-3)
     assert [group.label for group in groups_in(tmp_path)] == [
-        "MPO (optim.lr_actor=1e-3)",
+        "MPO (optim.lr_actor=5e-4)",
         "MPO (optim.lr_actor=2e-3)",
     ]
 
@@ -180,7 +180,7 @@ def test_differences(tmp_path: Path) -> None:
     assert len(table.columns) == 4
     assert table.rows == (
         (Code("env.num_envs"), Code("2"), Code("1"), Code("1")),
-        (Code("optim.lr_actor"), Code("1e-3"), Code("1e-3"), Code("2e-3")),
+        (Code("optim.lr_actor"), Code("5e-4"), Code("5e-4"), Code("2e-3")),
         (Code("optim.clip_actor"), Code("40"), Code("40"), Code("null")),
     )
 
@@ -191,7 +191,7 @@ def test_differences_between_tasks_name_the_tasks(tmp_path: Path) -> None:
     _, table = differences_blocks(groups_in(tmp_path))
     assert isinstance(table, Table)
     assert table.columns == ("Setting", "MPO on cheetah-run", "MPO on walker-walk")
-    assert table.rows == ((Code("optim.lr_actor"), Code("2e-3"), Code("1e-3")),)
+    assert table.rows == ((Code("optim.lr_actor"), Code("2e-3"), Code("5e-4")),)
 
 
 def test_no_differences(tmp_path: Path) -> None:
@@ -207,7 +207,7 @@ def test_no_differences(tmp_path: Path) -> None:
     (listing,) = details.blocks
     assert isinstance(listing, Listing)
     lines = listing.text.splitlines()
-    assert "optim.lr_actor: 1e-3" in lines
+    assert "optim.lr_actor: 5e-4" in lines
     assert "eval.episodes: 7, 5" in lines
     assert "env.name: cheetah-run, walker-walk" in lines
     assert not any(line.startswith(("seed", "run_dir", "resume")) for line in lines)
