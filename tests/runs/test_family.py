@@ -18,6 +18,7 @@ from minerva_torchrl.objectives.critics import (
 from minerva_torchrl.runs import load_policy, open_checkpoint, parse_config
 from tests.runs.test_parts import go_on
 from tests.runs.tiny import (
+    EXAMPLES,
     arguments,
     assert_same_parameters,
     column,
@@ -175,6 +176,7 @@ def test_settings_are_nested() -> None:
     "script",
     [
         "mpo_discrete.py",
+        pytest.param("mpo_hybrid.py", marks=pytest.mark.slow),
         pytest.param("mpo_distributional.py", marks=pytest.mark.slow),
         pytest.param("mpo_multi_objective.py", marks=pytest.mark.slow),
     ],
@@ -182,6 +184,7 @@ def test_settings_are_nested() -> None:
 def test_examples(script: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """They train, and go on where they were."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(EXAMPLES)  # as Python does for a script
     settings = dotted("mpo", total_frames=100, run_dir="run")
     del settings["env.name"]
     assert run_script(script, *arguments(settings)) == 0
