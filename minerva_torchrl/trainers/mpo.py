@@ -34,6 +34,9 @@ from minerva_torchrl.trainers.stepping import (
 __all__ = ["MPOOptimizationStepper", "MPOTrainer"]
 
 
+_GOLDEN = (math.sqrt(5) - 1) / 2  # multiples of it are spread evenly between whole numbers
+
+
 class MPOOptimizationStepper(GuardedStepper):
     r"""One update of MPO: critic, policy and duals, each with its own optimiser and clipping.
 
@@ -63,8 +66,8 @@ class MPOOptimizationStepper(GuardedStepper):
         clip_actor (float, optional): largest gradient norm of the policy. Defaults to ``40``.
         clip_dual (float, optional): largest joint gradient norm of the duals. A joint norm lets a
             large temperature gradient shrink the multipliers' steps, so the default is ``None``.
-        metrics_interval (int): evaluate losses and metrics with every so many-th update, beginning
-            with the first; the others return nothing. Defaults to ``1``.
+        metrics_interval (int): evaluate losses and metrics with one of so many updates, the first
+            of all among them; the others return nothing. Defaults to ``1``.
 
     Examples:
         >>> from tensordict import TensorDict
@@ -154,7 +157,7 @@ class MPOOptimizationStepper(GuardedStepper):
         loss: Any = learner.loss_module
         self._refuse_unreduced(loss)
         undo = Undo(loss.solved_parameters())
-        with_metrics = self._updates % self.metrics_interval == 0
+        with_metrics = self._has_metrics()
         if self.num_policy_steps == 1 and self.dual_order == "simultaneous":
             clips = {
                 "optimizer_critic": self.clip_critic,
@@ -175,6 +178,15 @@ class MPOOptimizationStepper(GuardedStepper):
             return TensorDict()
         # The duals as they are now.
         return TensorDict({**losses, **loss.dual_values()})
+
+    def _has_metrics(self) -> bool:
+        """Whether the present update is the one of its interval that evaluates metrics.
+
+        It is another one in each interval. Always the same would, with a target period of as many
+        updates, see the policy always as far from its target: just after a copy not at all.
+        """
+        intervals, place = divmod(self._updates, self.metrics_interval)
+        return place == int(self.metrics_interval * (intervals * _GOLDEN % 1))
 
     def _update_in_parts(
         self, learner: Learner, batch: TensorDictBase, with_metrics: bool

@@ -195,17 +195,31 @@ def test_metrics_are_evaluated_once_in_a_while() -> None:
     for interval in (1, 3):
         loss, stepper, data = make_mpo(metrics_interval=interval)
         torch.manual_seed(0)
-        outputs = [stepper.update(loss, data.clone()) for _ in range(5)]
+        outputs = [stepper.update(loss, data.clone()) for _ in range(6)]
         results.append((outputs, copy.deepcopy(dict(loss.named_parameters()))))
     (every, parameters), (some, same_parameters) = results
-    assert [bool(len(output.keys())) for output in some] == [True, False, False, True, False]
-    for i in (0, 3):
+    assert [i for i, output in enumerate(some) if len(output.keys())] == [0, 4]
+    for i in (0, 4):
         assert_identical(dict(some[i].items()), dict(every[i].items()))
     assert_identical(same_parameters, parameters)
     resumed = test_mpo_stepper.make_stepper(loss, fused_adam, metrics_interval=3)
     resumed.load_state_dict(stepper.state_dict())
+    assert len(resumed.update(loss, data.clone()).keys())  # the seventh
     assert not len(resumed.update(loss, data.clone()).keys())
-    assert len(resumed.update(loss, data.clone()).keys())
+
+
+@pytest.mark.parametrize("interval", [1, 2, 10, 25, 50])
+def test_metrics_see_all_parts_of_a_target_period(interval: int) -> None:
+    """Once in each interval, and in the course of time just after a copy as well as just before."""
+    _, stepper, _ = make_mpo(metrics_interval=interval)
+    chosen = []
+    for stepper._updates in range(100 * interval):
+        chosen += [stepper._updates] if stepper._has_metrics() else []
+    assert [update // interval for update in chosen] == list(range(100))
+    for period in (interval, 100):
+        phases = sorted(update % period for update in chosen)
+        assert phases[0] <= 0.05 * period
+        assert phases[-1] >= 0.9 * (period - 1)
 
 
 # Host --------------------------------------------------------------------------------------------

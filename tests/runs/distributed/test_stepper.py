@@ -35,10 +35,10 @@ def make_batch(finite: bool = True) -> Any:
 def test_metrics_are_repeated_until_there_are_new_ones() -> None:
     """TorchRL keeps only those that every step of a batch returned."""
     stepper, learner = make_stepper(metrics_interval=3)
-    metrics = [stepper.step(learner, make_batch()) for _ in range(4)]
+    metrics = [stepper.step(learner, make_batch()) for _ in range(5)]
     assert all({*one.keys()} == {*metrics[0].keys()} for one in metrics)
     values = [float(one["loss_qvalue"]) for one in metrics]
-    assert values[0] == values[1] == values[2] != values[3]
+    assert values[0] == values[1] == values[2] == values[3] != values[4]
 
 
 def test_updates_left_out_are_reported() -> None:
