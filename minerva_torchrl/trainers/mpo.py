@@ -140,10 +140,21 @@ class MPOOptimizationStepper(GuardedStepper):
         self.clip_actor = clip_actor
         self.clip_dual = clip_dual
         self.metrics_interval = metrics_interval
+        self._first_metrics = TensorDict()  # what the first update of an interval returned
 
     def step(self, trainer: Any, sub_batch: TensorDictBase) -> TensorDict:
-        """One update inside a TorchRL ``Trainer``, with the priorities of its replay buffer."""
+        """One update inside a TorchRL ``Trainer``, with the priorities of its replay buffer.
+
+        The trainer logs what the first update of a batch returned. If the batch has
+        ``metrics_interval`` updates, then that is where the metrics of a later one are written to.
+        """
+        is_first = self._updates % self.metrics_interval == 0
         metrics = super().step(trainer, sub_batch)
+        if is_first:
+            self._first_metrics = metrics
+        elif not metrics.is_empty():
+            self._first_metrics.update(metrics)
+            metrics = TensorDict()
         replay_buffer: Any = getattr(trainer, "replay_buffer", None)
         if hasattr(replay_buffer, "update_tensordict_priority"):
             key = trainer.loss_module.tensor_keys.priority

@@ -50,7 +50,8 @@ class ReportingStepper(OptimizationStepper):
 
     def step(self, trainer: Any, sub_batch: TensorDictBase) -> TensorDict:
         """One update: its metrics, and whether it was left out, as 0 or 1."""
-        metrics = self.stepper.step(trainer, sub_batch)
+        self.stepper.step(trainer, sub_batch)
+        metrics = self.stepper.latest
         self._steps += 1
         left_out = (~self.stepper.latest_taken).to(torch.float64)
         if self._steps % self.limit == 0:  # which waits for the device
