@@ -284,3 +284,16 @@ def test_a_stop_at_the_end_is_none(tmp_path: Path) -> None:
     run = make_run(tiny_config("vmpo"), tmp_path, callbacks=[StopAt("on_batch", 200)])
     assert run.train()["frames"] == 200
     assert run.stopped_by is None
+
+
+def test_metrics_are_not_always_those_after_a_copy(tmp_path: Path) -> None:
+    """With as many updates in a batch as between two copies to the target, which is MPO's default.
+
+    Just after a copy the policy is its target, and no divergence says anything.
+    """
+    same = {"optim.updates_per_frame": 0.25, "optim.target_period": 5, "logger.interval": 20}
+    train(tmp_path / "run", "mpo", **same)
+    rows = read_csv(tmp_path / "run" / "metrics.csv")
+    divergences = [float(row["kl_mean"]) for row in rows if row["kl_mean"]]
+    assert len(divergences) > 5
+    assert min(divergences) == 0 < max(divergences)
