@@ -83,8 +83,7 @@ class MPONetworkConfig(NetworkConfig):
     critic_kwargs: dict[str, Any] = field(default_factory=dict)
     """Arguments of that critic, as in ``network.critic_kwargs.v_max=100``."""
     norm_every_layer: bool = True
-    """Without it, networks that are trained often overfit to the first few episodes, and features
-    change faster than the bound on the standard deviation allows."""
+    """LayerNorm after every hidden layer, before its activation."""
     init_scale: float = 0.5
     """``loss.epsilon_stddev`` lets it change slowly."""
     num_critics: int = 1
