@@ -50,7 +50,11 @@ class ReportingStepper(OptimizationStepper):
 
     def step(self, trainer: Any, sub_batch: TensorDictBase) -> TensorDict:
         """One update: its metrics, and whether it was left out, as 0 or 1."""
+        interval = self.stepper.metrics_interval
+        if self._latest.is_empty():  # nothing to repeat yet
+            self.stepper.metrics_interval = 1
         self.stepper.step(trainer, sub_batch)
+        self.stepper.metrics_interval = interval
         metrics = self.stepper.latest
         self._steps += 1
         left_out = (~self.stepper.latest_taken).to(torch.float64)

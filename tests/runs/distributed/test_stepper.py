@@ -41,6 +41,14 @@ def test_metrics_are_repeated_until_there_are_new_ones() -> None:
     assert values[0] == values[1] == values[2] == values[3] != values[4]
 
 
+def test_the_first_update_has_metrics_wherever_it_is_in_its_interval() -> None:
+    stepper, learner = make_stepper(metrics_interval=3)
+    stepper.stepper._updates = 5  # as after a checkpoint
+    assert not stepper.stepper._has_metrics()
+    assert "loss_qvalue" in stepper.step(learner, make_batch())
+    assert stepper.stepper.metrics_interval == 3
+
+
 def test_updates_left_out_are_reported() -> None:
     stepper, learner = make_stepper()
     skipped = [
