@@ -78,7 +78,7 @@ def test_learns_as_a_local_run_does(tmp_path: Path) -> None:
         make_run(parse_config("mpo", {**settings, "ray": ray}), tmp_path / name).train()
         for name, ray in (("local", {}), ("ray", {"collectors": 2}))
     )
-    # The best, because single evaluations go up and down, and no two runs on a cluster are the same.
+    # The best, because evaluations go up and down, and no two runs on a cluster are the same.
     assert local["best_return"] > 850
     assert elsewhere["best_return"] > 0.9 * local["best_return"]
 
