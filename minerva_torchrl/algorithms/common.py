@@ -37,6 +37,7 @@ __all__ = [
     "gaussian_policy",
     "make_optimizer",
     "mlp",
+    "scale_settings",
     "single_specs",
     "torso_settings",
 ]
@@ -178,6 +179,16 @@ def mlp(
     return stacked
 
 
+def scale_settings(network: NetworkConfig) -> dict[str, Any]:
+    """How a standard deviation starts, moves and ends.
+
+    Args:
+        network (NetworkConfig): the settings.
+    """
+    names = ("init_scale", "min_scale", "max_scale", "scale_gain")
+    return {name: getattr(network, name) for name in names}
+
+
 def gaussian_policy(obs_dim: int, action_spec: TensorSpec, network: NetworkConfig) -> nn.Module:
     """Mean and standard deviation of a policy, as settings want them.
 
@@ -189,7 +200,7 @@ def gaussian_policy(obs_dim: int, action_spec: TensorSpec, network: NetworkConfi
     action_dim, bound = action_spec.shape[-1], None
     if network.tanh_mean:
         bound = TanhInterval(*action_bounds_for("network.tanh_mean=true", action_spec))
-    scales = {name: getattr(network, name) for name in ("init_scale", "min_scale", "max_scale")}
+    scales = scale_settings(network)
     if network.scale != "free":
         return GaussianPolicy(
             obs_dim,

@@ -142,6 +142,9 @@ class NetworkConfig:
     scale: Literal["softplus", "exp", "free"] = "softplus"
     """Standard deviation of a Gaussian: a function of a layer's output, or free parameters, the
     same in every state."""
+    scale_gain: float = 1.0
+    """Factor of that output, or of these parameters. With a small one an update changes the
+    standard deviation less."""
     init_scale: float = 0.5
     """Initial standard deviation, for heads that start small."""
     min_scale: float = 1e-4
@@ -322,7 +325,7 @@ class RunConfig:
         yield from not_positive(self, "checkpoint.interval", "checkpoint.keep")
         rates = _names(self, "optim", "lr", "adam_eps")
         bounds = _names(self, "loss", "epsilon", "clip_value", "critic_coeff")
-        scales = _names(self, "network", "init_scale", "min_scale", "max_scale")
+        scales = _names(self, "network", "init_scale", "min_scale", "max_scale", "scale_gain")
         yield from not_positive(self, *rates, *bounds, *scales)
         yield from not_positive(self, *_names(self, "loss", "num_"))
         duals = _names(self, "loss", "init_")

@@ -12,6 +12,7 @@ from minerva_torchrl.algorithms.common import (
     gaussian_actor,
     gaussian_policy,
     mlp,
+    scale_settings,
     torso_settings,
 )
 from minerva_torchrl.algorithms.config import NetworkConfig
@@ -95,10 +96,8 @@ def make_policy(obs_dim: int, action_spec: TensorSpec, network: Any) -> Probabil
         obs_dim,
         action_dim,
         network.actor_sizes,
-        init_scale=network.init_scale,
-        min_scale=network.min_scale,
-        max_scale=network.max_scale,
         scale_function=network.scale,
+        **scale_settings(network),
         **torso_settings(network),
     )
     return ProbabilisticActor(

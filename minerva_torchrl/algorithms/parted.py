@@ -11,7 +11,7 @@ from torch import nn
 from torchrl.data import Composite, OneHot, TensorSpec
 from torchrl.modules import IndependentNormal, OneHotCategorical, ProbabilisticActor, TanhNormal
 
-from minerva_torchrl.algorithms.common import action_bounds_for, torso_settings
+from minerva_torchrl.algorithms.common import action_bounds_for, scale_settings, torso_settings
 from minerva_torchrl.modules import (
     CholeskyPolicy,
     ControlTorso,
@@ -99,7 +99,7 @@ def _part(features: int, spec: TensorSpec, network: Any) -> tuple[nn.Module, Any
     if network.tanh_mean:
         bound = TanhInterval(*action_bounds_for("network.tanh_mean=true", spec))
     kind = TanhNormal if network.policy == "tanh_gaussian" else IndependentNormal
-    scales = {name: getattr(network, name) for name in ("init_scale", "min_scale", "max_scale")}
+    scales = scale_settings(network)
     if network.scale == "free":
         mean = nn.Sequential(initialize_(nn.Linear(features, size), "loc", network.initializer))
         mean = mean if bound is None else mean.append(bound)

@@ -30,7 +30,7 @@ def log_scale_range(
 
 
 class StateIndependentScale(nn.Module):
-    r"""Mean from a network, scale from a free parameter: :math:`\sigma = \exp(\log\sigma_\theta)`.
+    r"""Mean from a network, scale from a free parameter: :math:`\sigma = \exp(g \theta_\sigma)`.
 
     The logarithm of the standard deviation is one learned vector, the same in every state, as is
     usual in PPO.
@@ -43,6 +43,8 @@ class StateIndependentScale(nn.Module):
         init_scale (float): initial standard deviation. Defaults to 1.
         min_scale (float): smallest standard deviation. Defaults to ``1e-8``.
         max_scale (float, optional): largest one. Defaults to ``None``.
+        scale_gain (float): the gain ``g``. With a small one a step of the optimiser changes the
+            standard deviation less. Defaults to ``1.0``.
 
     Examples:
         >>> from tensordict import TensorDict
@@ -70,6 +72,7 @@ class StateIndependentScale(nn.Module):
         init_scale: float = 1.0,
         min_scale: float = 1e-8,
         max_scale: float | None = None,
+        scale_gain: float = 1.0,
     ) -> None:
         super().__init__()
         if action_dim < 1:
@@ -77,7 +80,9 @@ class StateIndependentScale(nn.Module):
         low, high = log_scale_range(init_scale, min_scale, max_scale)
         self._log_range = low + math.log(init_scale), high + math.log(init_scale)
         self.loc_network = loc_network
-        self.log_scale = nn.Parameter(torch.full((action_dim,), math.log(init_scale)))
+        check_positive("scale_gain", scale_gain)
+        self.scale_gain = scale_gain
+        self.log_scale = nn.Parameter(torch.full((action_dim,), math.log(init_scale) / scale_gain))
 
     def forward(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         """Mean and standard deviation.
@@ -94,4 +99,5 @@ class StateIndependentScale(nn.Module):
                 f"loc_network must return {self.log_scale.shape[0]} action dimensions, the "
                 f"action_dim of this module; got {loc.shape[-1]}."
             )
-        return loc, self.log_scale.clamp(*self._log_range).exp().expand_as(loc)
+        log_scale = (self.scale_gain * self.log_scale).clamp(*self._log_range)
+        return loc, log_scale.exp().expand_as(loc)

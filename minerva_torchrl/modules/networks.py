@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from minerva_torchrl.modules.activations import ELU, Tanh
 from minerva_torchrl.modules.gaussian import log_scale_range
 from minerva_torchrl.modules.init import Initializer, initialize_
-from minerva_torchrl.objectives.checks import check_choice, check_count
+from minerva_torchrl.objectives.checks import check_choice, check_count, check_positive
 
 __all__ = [
     "Activation",
@@ -148,7 +148,7 @@ class GaussianPolicy(nn.Module):
 
     .. math::
         \mu = f(W_\mu h + b_\mu), \qquad
-        \sigma = \sigma_0 \, \mathrm{softplus}(W_\sigma h + b_\sigma) / \log 2 + \sigma_{min}
+        \sigma = \sigma_0 \, \mathrm{softplus}(g \, (W_\sigma h + b_\sigma)) / \log 2 + \sigma_{min}
 
     The heads start small, so that at first :math:`\mu \approx 0` and
     :math:`\sigma \approx \sigma_0` in every state.
@@ -163,8 +163,10 @@ class GaussianPolicy(nn.Module):
         min_scale (float): :math:`\sigma_{min}`. Defaults to ``1e-4``.
         max_scale (float, optional): cut larger standard deviations off. Defaults to ``None``.
         scale_function (str): ``"softplus"`` (default), or ``"exp"`` for
-            :math:`\sigma = \sigma_0 \exp(W_\sigma h + b_\sigma)`, cut off at ``min_scale`` and
-            ``max_scale``.
+            :math:`\sigma = \sigma_0 \exp(g \, (W_\sigma h + b_\sigma))`, cut off at ``min_scale``
+            and ``max_scale``.
+        scale_gain (float): the gain ``g``. With a small one a step of the optimiser changes the
+            standard deviation less. Defaults to ``1.0``.
         loc_activation (nn.Module, optional): ``f``, for example a :class:`TanhInterval`. By default
             the mean is linear.
         activation (str): see :class:`ControlTorso`, as the next three.
@@ -191,6 +193,7 @@ class GaussianPolicy(nn.Module):
         min_scale: float = 1e-4,
         max_scale: float | None = None,
         scale_function: Literal["softplus", "exp"] = "softplus",
+        scale_gain: float = 1.0,
         loc_activation: nn.Module | None = None,
         activation: Activation = "elu",
         layer_norm: bool = True,
@@ -201,6 +204,7 @@ class GaussianPolicy(nn.Module):
         super().__init__()
         check_count("action_dim", action_dim)
         check_choice("scale_function", scale_function, ("softplus", "exp"))
+        check_positive("scale_gain", scale_gain)
         if torso is None:
             torso = ControlTorso(
                 obs_dim,
@@ -217,6 +221,7 @@ class GaussianPolicy(nn.Module):
         initialize_(self.scale, "scale", initializer)
         self.loc_activation = nn.Identity() if loc_activation is None else loc_activation
         self.scale_function = scale_function
+        self.scale_gain = scale_gain
         self.init_scale = init_scale
         self.min_scale = min_scale
         self.max_scale = max_scale
@@ -228,6 +233,7 @@ class GaussianPolicy(nn.Module):
         return self.loc_activation(self.loc(features)), self._positive(self.scale(features))
 
     def _positive(self, x: Tensor) -> Tensor:
+        x = x if self.scale_gain == 1.0 else self.scale_gain * x
         if self.scale_function == "exp":
             # Cut off before the exponential, whose gradient may not be finite behind it.
             return self.init_scale * x.clamp(*self._log_range).exp()

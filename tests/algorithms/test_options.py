@@ -110,6 +110,11 @@ class TestPolicies:
         highest = network(torch.zeros(1, 3))[1]
         torch.testing.assert_close(highest, torch.full((1, 1), 0.9))
 
+    @pytest.mark.parametrize("scale", ["softplus", "exp", "free"])
+    def test_gain_of_the_scale(self, kind: str, scale: str) -> None:
+        assembly = build(kind, network__scale=scale, network__scale_gain=0.2)
+        assert network_of(assembly).scale_gain == 0.2
+
     @pytest.mark.parametrize("scale", ["softplus", "free"])
     def test_bounded_mean(self, kind: str, scale: str) -> None:
         assembly = build(kind, network__tanh_mean=True, network__scale=scale)

@@ -244,6 +244,7 @@ class TestChunks:
         (lambda: GaussianPolicy(3, 0, (8,)), "action_dim must be at least 1, got 0"),
         (lambda: GaussianPolicy(3, 1, (8,), init_scale=0.0), "init_scale must be positive"),
         (lambda: GaussianPolicy(3, 1, (8,), min_scale=-1.0), "min_scale must be positive"),
+        (lambda: GaussianPolicy(3, 1, (8,), scale_gain=0.0), "scale_gain must be positive"),
         (lambda: StateActionCritic(0, 1, (8,)), "obs_dim must be at least 1"),
     ],
 )
@@ -293,10 +294,32 @@ class TestVariants:
         scale.sum().backward()
         assert policy.scale.bias.grad.tolist() == pytest.approx([5 * expected[0].item(), 0.0, 0.0])
 
+    @pytest.mark.parametrize("function", ["softplus", "exp"])
+    def test_gain_of_the_scale(self, function: Any) -> None:
+        """It starts as without one, and a change of the layer's output counts ``gain`` times."""
+        policy = GaussianPolicy(
+            3, 2, (8,), init_scale=0.5, scale_function=function, scale_gain=0.3, min_scale=1e-9
+        ).double()
+        nn.init.zeros_(policy.scale.weight)
+        observation = torch.randn(5, 3, dtype=torch.float64)
+        torch.testing.assert_close(policy(observation)[1], torch.full((5, 2), 0.5).double())
+        nn.init.constant_(policy.scale.bias, 2.0)
+        expected = {"exp": 0.5 * math.exp(0.6), "softplus": 0.5 * math.log2(1 + math.exp(0.6))}
+        torch.testing.assert_close(
+            policy(observation)[1], torch.full((5, 2), expected[function]).double()
+        )
+
     def test_softplus_scale_has_a_ceiling(self) -> None:
         policy = GaussianPolicy(3, 2, (8,), max_scale=1.0)
         nn.init.constant_(policy.scale.bias, 50.0)
         assert policy(torch.randn(5, 3))[1].eq(1).all()
+
+    def test_gain_of_a_free_scale(self) -> None:
+        head = StateIndependentScale(nn.Linear(3, 2), 2, init_scale=0.4, scale_gain=0.3)
+        torch.testing.assert_close(head(torch.randn(5, 3))[1], torch.full((5, 2), 0.4))
+        head.log_scale.data += 2.0
+        expected = torch.full((5, 2), 0.4 * math.exp(0.6))
+        torch.testing.assert_close(head(torch.randn(5, 3))[1], expected)
 
     def test_free_scale_between_bounds(self) -> None:
         head = StateIndependentScale(nn.Linear(3, 3), 3, min_scale=0.1, max_scale=2.0)
