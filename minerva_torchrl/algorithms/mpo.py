@@ -102,6 +102,7 @@ class MPOLossConfig(LossConfig):
     num_action_samples: int = 10
     """Half as many as in the papers, for more updates in the same time."""
     num_value_samples: int | None
+    control_variate: bool
     epsilon: float | None = None
     """Null: 0.5 for continuous actions, because with the 0.1 of the papers the weights of so few
     samples are almost uniform, and 0.1 for discrete ones, whose weights can hardly be as far as

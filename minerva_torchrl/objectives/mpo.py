@@ -86,6 +86,9 @@ class MPOLoss(TargetNetworksLoss):
         num_value_samples (int, optional): if given, the expectation in the critic's target takes
             its own samples, this many. By default the E-step's samples are shared where the states
             coincide.
+        control_variate (bool): take the known part of the sampling error, that of equally weighted
+            samples, out of the policy's fit. Its expectation stays the same, with less noise;
+            nothing changes where actions are enumerated. Defaults to ``False``.
         epsilon (float): bound of the E-step's KL divergence. Defaults to ``0.1``.
         epsilon_mean (float, optional): bound for the mean of a Gaussian policy, per dimension if
             ``per_dim_constraining``. Default ``2.5e-3``.
@@ -201,6 +204,7 @@ class MPOLoss(TargetNetworksLoss):
         qvalue_reduction: Literal["min", "mean"] = "min",
         num_action_samples: int = 20,
         num_value_samples: int | None = None,
+        control_variate: bool = False,
         epsilon: float = 0.1,
         epsilon_mean: float | None = None,
         epsilon_stddev: float | None = None,
@@ -262,6 +266,7 @@ class MPOLoss(TargetNetworksLoss):
         )
         self.num_action_samples = num_action_samples
         self.num_value_samples = num_value_samples
+        self.control_variate = control_variate
         self.temperature_update = temperature_update
         self.policy_states = policy_states
         self.loss_function = loss_function
@@ -396,12 +401,18 @@ class MPOLoss(TargetNetworksLoss):
         e_step = MPOEStep(
             inputs=samples.get("inputs"),
             old_policy=samples.get("old_policy"),
-            statistics=self.policy.statistics(samples.get("basis"), total_weights),
+            statistics=self._statistics(samples, total_weights),
             duals=TensorDict(duals, batch_size=mask.shape),
             mask=mask,
             batch_size=mask.shape,
         )
         return self._with_target(tensordict, next_values).set("e_step", e_step), metrics
+
+    def _statistics(self, samples: TensorDictBase, weights: Tensor) -> TensorDict:
+        basis = samples.get("basis")
+        if self.control_variate and samples.get("log_prior", None) is None:
+            return self.policy.steady_statistics(basis, weights, samples.get("old_policy"))
+        return self.policy.statistics(basis, weights)
 
     @in_full_precision
     def qvalue_loss(self, tensordict: TensorDictBase) -> tuple[Tensor, dict[str, Tensor]]:

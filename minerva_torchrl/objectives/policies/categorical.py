@@ -82,13 +82,17 @@ class Categorical(PolicyFamily):
             weights = (weights.unsqueeze(-1) * one_hot).sum(-2)
         return TensorDict({"weights": weights}, batch_size=weights.shape[:-1])
 
+    def expected_statistics(self, old: TensorDictBase) -> TensorDict:
+        """The probabilities of all actions."""
+        return TensorDict({"weights": old.get("logits").softmax(-1)}, batch_size=old.batch_size)
+
     def cross_entropy(
         self, new: TensorDictBase, old: TensorDictBase, statistics: TensorDictBase
     ) -> Tensor:
         r""":math:`-\sum_a w_a \log \pi(a)`; an action without weight may have probability zero."""
         # eq: categorical-cross-entropy
         weights, log_prob = statistics.get("weights"), new.get("logits").log_softmax(-1)
-        return -(weights * torch.where(weights > 0, log_prob, 0.0)).sum(-1)
+        return -(weights * torch.where(weights != 0, log_prob, 0.0)).sum(-1)
 
     def divergences(self, new: TensorDictBase, old: TensorDictBase) -> dict[str, Tensor]:
         """That of the whole policy."""

@@ -86,6 +86,11 @@ class CompositePolicy(PolicyFamily):
         parts = {t: family.statistics(basis[t], weights) for t, _, family in self._parts()}
         return TensorDict(parts, batch_size=weights.shape[:-1])
 
+    def expected_statistics(self, old: TensorDictBase) -> TensorDict:
+        """Those of every part."""
+        parts = {t: family.expected_statistics(old.get(t)) for t, _, family in self._parts()}
+        return TensorDict(parts, batch_size=old.batch_size)
+
     def cross_entropy(
         self, new: TensorDictBase, old: TensorDictBase, statistics: TensorDictBase
     ) -> Tensor:

@@ -75,6 +75,36 @@ class PolicyFamily(nn.Module, ABC):
         """What :meth:`cross_entropy` needs of candidates with weights ``[*B, N]``: ``[*B]``."""
 
     @abstractmethod
+    def expected_statistics(self, old: TensorDictBase) -> TensorDict:
+        """The expectation of :meth:`statistics` for samples of ``old`` whose weights sum to one.
+
+        The weights are those of samples that nothing prefers: equal ones.
+        """
+
+    def steady_statistics(
+        self, basis: Mapping[str, Any], weights: Tensor, old: TensorDictBase
+    ) -> TensorDict:
+        r"""As :meth:`statistics`, with less noise and the same expectation.
+
+        Statistics are sums of some :math:`x_i`. For equally weighted samples their expectation is
+        known, and so is the error of a draw, which is taken out as a control variate:
+
+        .. math::
+            \sum_i w_i x_i - m_0 \Big(\frac1N \sum_i x_i - E[x]\Big)
+            = \sum_i \Big(w_i - \frac{m_0}{N}\Big) x_i + m_0 E[x], \qquad m_0 = \sum_i w_i
+
+        Where all weights are equal no noise is left.
+        """
+        # eq: control-variate
+        total, mean = weights.sum(-1), weights.mean(-1, keepdim=True)
+        deviation = self.statistics(basis, weights - mean)
+
+        def add(x: Tensor, expected: Tensor) -> Tensor:
+            return x + total.reshape(*total.shape, *[1] * (x.ndim - total.ndim)) * expected
+
+        return deviation.apply(add, self.expected_statistics(old))
+
+    @abstractmethod
     def cross_entropy(
         self, new: TensorDictBase, old: TensorDictBase, statistics: TensorDictBase
     ) -> Tensor:

@@ -204,6 +204,12 @@ class DiagonalGaussian(_Gaussian):
         moments = F.weighted_moments(basis["noise"].movedim(-2, 0), weights.movedim(-1, 0))
         return TensorDict(moments._asdict(), batch_size=weights.shape[:-1])
 
+    def expected_statistics(self, old: TensorDictBase) -> TensorDict:
+        """Moments 1, 0 and 1 of the draws."""
+        zeros = torch.zeros_like(old.get("loc"))
+        moments = F.GaussianMoments(zeros[..., :1] + 1, zeros, zeros + 1)
+        return TensorDict(moments._asdict(), batch_size=old.batch_size)
+
     def cross_entropy(
         self, new: TensorDictBase, old: TensorDictBase, statistics: TensorDictBase
     ) -> Tensor:
@@ -315,6 +321,13 @@ class FullGaussian(_Gaussian):
         """Weighted moments of the draws."""
         moments = F.weighted_multivariate_moments(basis["noise"], weights)
         return TensorDict(moments._asdict(), batch_size=weights.shape[:-1])
+
+    def expected_statistics(self, old: TensorDictBase) -> TensorDict:
+        """Moments 1, 0 and the identity of the draws."""
+        zeros = torch.zeros_like(old.get("loc"))
+        identity = torch.eye(zeros.shape[-1], dtype=zeros.dtype, device=zeros.device)
+        moments = F.GaussianMoments(zeros[..., :1] + 1, zeros, identity + zeros.unsqueeze(-1))
+        return TensorDict(moments._asdict(), batch_size=old.batch_size)
 
     def cross_entropy(
         self, new: TensorDictBase, old: TensorDictBase, statistics: TensorDictBase
