@@ -84,6 +84,8 @@ class MPONetworkConfig(NetworkConfig):
     """Arguments of that critic, as in ``network.critic_kwargs.v_max=100``."""
     norm_every_layer: bool = True
     """LayerNorm after every hidden layer, before its activation."""
+    scale_gain: float = 0.3
+    """With 1 single updates move the standard deviation beyond ``loss.epsilon_stddev``."""
     init_scale: float = 0.5
     """``loss.epsilon_stddev`` lets it change slowly."""
     num_critics: int = 1
@@ -329,6 +331,8 @@ class MPO(Algorithm[MPOConfig]):
     earlier: ClassVar = {
         **Algorithm.earlier,
         "network.norm_every_layer": False,
+        "network.scale_gain": 1.0,
+        "loss.control_variate": False,
         "loss.alpha_update": "gradient",
         "optim.lr_temperature": None,
     }
