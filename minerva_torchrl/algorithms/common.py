@@ -87,7 +87,10 @@ class Algorithm(ABC, Generic[Config]):
     """Named settings."""
     renamed: ClassVar[Mapping[str, str]] = {}
     """Old names of settings, dotted, and the new ones. The old ones still work, with a warning."""
-    earlier: ClassVar[Mapping[str, Any]] = {"env.canonical_actions": False}
+    earlier: ClassVar[Mapping[str, Any]] = {
+        "env.canonical_actions": False,
+        "network.scale_gain": 1.0,
+    }
     """Settings that the files of older runs lack, dotted, and what those runs did."""
 
     def __init__(self, config: Config) -> None:

@@ -51,6 +51,7 @@ PRESETS = {
                 "scale_gain": 1.0,
                 "initializer": "kaiming_mean",
                 "scale": "exp",
+                "scale_gain": 1.0,
                 "init_scale": 1.0,
                 "min_scale": math.exp(-20),
                 "max_scale": math.exp(2),
@@ -70,7 +71,11 @@ PRESETS = {
         description=(
             "Acme's TensorFlow agent: policy trained at the next states with the samples of the "
             "critic's target, a large initial temperature, an update for every eight frames. "
-            "Unlike there, the online policy acts, not its target"
+            "Unlike in its distributed form, the online policy acts, not its target; the target "
+            "policy is copied together with the critic, not every 25 updates as in Acme's examples "
+            "(optim.target_period_actor=25); and updates come one by one, not in bursts of about "
+            "ten (collector.frames_per_batch=80). Unlike in both, no policy is trained at terminal "
+            "states"
         ),
         loss={
             "epsilon": 0.1,
@@ -96,6 +101,7 @@ PRESETS = {
                 "norm_every_layer": False,
                 "scale_gain": 1.0,
                 "initializer": "fan_out",
+                "scale_gain": 1.0,
                 "init_scale": 0.7,
                 "min_scale": 1e-6,
             },
@@ -115,8 +121,8 @@ PRESETS = {
             "tonic: policy trained at the current states with samples of its own, targets as a "
             "moving average, no clipping of gradients, ReLU networks with a tanh mean, actions "
             "as they were drawn for the critic. Unlike there, stored observations stay normalised "
-            "with the statistics of their time, and 1e-4 is added to the standard deviation "
-            "instead of being its smallest value"
+            "with the statistics of their time and clipped at 10, and 1e-4 is added to the "
+            "standard deviation instead of being its smallest value"
         ),
         loss={
             "epsilon": 0.1,
@@ -147,6 +153,7 @@ PRESETS = {
                 "scale_gain": 1.0,
                 "initializer": "pytorch",
                 "tanh_mean": True,
+                "scale_gain": 1.0,
                 "init_scale": math.log(2),
                 "max_scale": 1.0,
             },

@@ -103,7 +103,12 @@ PRESETS = {
                 "reward_scaling_gamma": 0.99,
                 "reward_scaling_reset": "termination",
             },
-            "network": {"actor_sizes": [512, 256], "critic_sizes": [512, 256], "init_scale": 1.0},
+            "network": {
+                "actor_sizes": [512, 256],
+                "critic_sizes": [512, 256],
+                "scale_gain": 1.0,
+                "init_scale": 1.0,
+            },
             "optim": {"lr": 2e-4, "minibatch_size": 32},
         },
     ),

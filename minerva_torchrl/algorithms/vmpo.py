@@ -187,6 +187,7 @@ PRESETS = {
                 "initializer": "xavier_heads",
                 "policy": "tanh_gaussian",
                 "scale": "exp",
+                "scale_gain": 1.0,
                 "init_scale": math.exp(-0.5),
                 "min_scale": math.exp(-20),
                 "max_scale": math.exp(2),

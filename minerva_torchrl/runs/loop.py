@@ -49,6 +49,7 @@ class TrainingLoop:
         self._run, self._config, self._trainer = run, run.config, run.assembly.trainer
         self._folder, self._progress, self._logger = folder, progress, logger
         self._metrics = run.metrics
+        self._rates: dict[str, float] = {}  # of the updates on the present batch
         self._start = time.perf_counter()
         evaluations = folder.evaluations.rows()
         self._best_return = max((row["return_mean"] for row in evaluations), default=-math.inf)
@@ -106,6 +107,7 @@ class TrainingLoop:
             callback.on_batch(self._run, batch)
 
     def _after_updates(self, updates: int, losses: TensorDictBase | None) -> None:
+        self._rates = self._learning_rates()  # now, because a schedule goes on after the updates
         if losses is not None:
             self._metrics.add_losses(losses)
             for callback in () if self._steps_are_seen else self._run.callbacks:
@@ -115,6 +117,9 @@ class TrainingLoop:
     def _steps_are_seen(self) -> bool:
         """Whether the stepper shows what each of its steps returned."""
         return isinstance(self._trainer.optimization_stepper, GuardedStepper)
+
+    def _learning_rates(self) -> dict[str, float]:
+        return self._trainer.optimization_stepper.learning_rates if self._steps_are_seen else {}
 
     def _after_update(self) -> None:
         for callback in self._run.callbacks:
@@ -127,6 +132,7 @@ class TrainingLoop:
         # it has collected for the next one is in its checkpoint.
         if run.is_complete or self._is_due(config.logger.interval):
             self._write_metrics()
+        self._rates = {}
         if run.is_complete or self._is_due(config.frames_per_evaluation):
             self._evaluate()
         if self._is_ending() or self._is_due(config.checkpoint.interval):
@@ -151,7 +157,7 @@ class TrainingLoop:
             "updates_per_second": self._progress.updates_per_second,
         }
         row = self._metrics.take()
-        row |= self._trainer.optimization_stepper.learning_rates if self._steps_are_seen else {}
+        row |= self._rates or self._learning_rates()
         row["skipped_frames"] = skipped.skipped_frames
         row["skipped_batches"] = skipped.skipped_batches
         row["skipped_updates"] = skipped.skipped_updates

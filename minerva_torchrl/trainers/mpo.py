@@ -190,6 +190,9 @@ class MPOOptimizationStepper(GuardedStepper):
         # The duals as they are now.
         return TensorDict({**losses, **loss.dual_values()})
 
+    def _lr_factor(self, name: str) -> float:
+        return self.lr_scale if name == "optimizer_actor" else 1.0
+
     def _has_metrics(self) -> bool:
         """Whether the present update is the one of its interval that evaluates metrics.
 
@@ -220,11 +223,11 @@ class MPOOptimizationStepper(GuardedStepper):
         clips = {"optimizer_critic": self.clip_critic, "optimizer_actor": self.clip_actor}
         taken = taken & self._backward(loss_networks, clips)
         self._step_if(taken, "optimizer_critic")
-        self._step_if(taken, "optimizer_actor", lr_scale=self.lr_scale)
+        self._step_if(taken, "optimizer_actor")
         for _ in range(1, self.num_policy_steps):
             loss_actor, metrics_actor = learner.compute_loss(data, "actor_loss")
             finite = self._backward(loss_actor, {"optimizer_actor": self.clip_actor})
-            self._step_if(finite & taken, "optimizer_actor", lr_scale=self.lr_scale)
+            self._step_if(finite & taken, "optimizer_actor")
             metrics |= {"loss_actor": loss_actor.detach(), **metrics_actor}
         if dual_first:
             undo.unless(taken)

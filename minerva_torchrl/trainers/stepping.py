@@ -195,25 +195,26 @@ class GuardedStepper(OptimizationStepper):
             total = total + clip_gradients([p.grad for p in parameters if p.grad is not None], clip)
         return self._in_all_processes(total.isfinite())
 
-    def _step_if(self, taken: Tensor, name: str, *, lr_scale: float = 1.0) -> None:
+    def _lr_factor(self, name: str) -> float:
+        """Factor on the learning rates of an optimiser, by which its steps are taken."""
+        return 1.0
+
+    def _step_if(self, taken: Tensor, name: str) -> None:
         """One step of an optimiser, if a 0-d flag is true.
 
         Args:
             taken (Tensor): the flag.
             name (str): the optimiser; its parameters have gradients.
-
-        Keyword Args:
-            lr_scale (float): factor on the learning rates. Defaults to ``1``.
         """
         optimizer: Any = self._optimizers[name]
         fused = all(group.get("fused") for group in optimizer.param_groups)
         if not fused and not taken:
             return
-        rates = [group["lr"] for group in optimizer.param_groups]
-        if lr_scale != 1:
+        rates, factor = [group["lr"] for group in optimizer.param_groups], self._lr_factor(name)
+        if factor != 1:
             # For this step only, so that schedulers and checkpoints see the nominal rates.
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
-                group["lr"] = rate * lr_scale
+                group["lr"] = rate * factor
         if not fused:
             optimizer.step()
         elif _is_plain_adam(optimizer):
@@ -222,7 +223,7 @@ class GuardedStepper(OptimizationStepper):
             optimizer.found_inf = (~taken).float()
             optimizer.step()
             del optimizer.found_inf
-        if lr_scale != 1:
+        if factor != 1:
             for group, rate in zip(optimizer.param_groups, rates, strict=True):
                 group["lr"] = rate
 
@@ -246,11 +247,11 @@ class GuardedStepper(OptimizationStepper):
 
     @property
     def learning_rates(self) -> dict[str, float]:
-        """Present learning rates, by the ``name`` of a parameter group or of its optimiser."""
+        """Learning rates of a step now, by the ``name`` of a parameter group or its optimiser."""
         rates: dict[str, float] = {}
-        for names, optimizer in zip(self._rate_names, self._optimizers.values(), strict=True):
+        for names, (of, optimizer) in zip(self._rate_names, self._optimizers.items(), strict=True):
             for name, group in zip(names, optimizer.param_groups, strict=True):
-                rates[name] = float(group["lr"])
+                rates[name] = float(group["lr"]) * self._lr_factor(of)
         return rates
 
     @property

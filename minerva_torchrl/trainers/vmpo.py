@@ -207,8 +207,10 @@ class VMPOOptimizationStepper(GuardedStepper):
 
     def _step_all(self, taken: Tensor, names: Iterable[str]) -> None:
         for name in names:
-            scale = 1.0 if name == "optimizer_temperature" else self.lr_scale
-            self._step_if(taken, name, lr_scale=scale)
+            self._step_if(taken, name)
+
+    def _lr_factor(self, name: str) -> float:
+        return 1.0 if name == "optimizer_temperature" else self.lr_scale
 
     def _minibatches(self, data: TensorDictBase) -> Iterator[TensorDictBase]:
         """The data of one policy step after the other, without end."""

@@ -52,6 +52,12 @@ def test_a_preset_of_today_changes_no_older_run() -> None:
     assert parse_config("mpo", {"preset": "minerva-seed"}).network.scale == "exp"
 
 
+@pytest.mark.parametrize("algo", list(ALGORITHMS))
+def test_runs_had_no_gain_before_there_was_a_choice(algo: str) -> None:
+    """Whatever the default is: their standard deviation is another one with it."""
+    assert ALGORITHMS[algo].earlier["network.scale_gain"] == 1.0
+
+
 def test_new_runs_step_all_together() -> None:
     assert parse_config("vmpo", {}).optim.dual_order == "simultaneous"
     assert parse_config("vmpo", {"preset": "minerva-seed"}).optim.dual_order == "dual_first"

@@ -239,3 +239,9 @@ def test_presets_of_others_do_not_follow_the_defaults(preset: str) -> None:
     assert loss.alpha_update == "gradient"
     assert rates(assembly.trainer.optimization_stepper.optimizer_dual) == [1e-2, 1e-2]
     assert loss.epsilon_penalty.item() == pytest.approx(1e-3)
+
+
+@pytest.mark.parametrize(("algo", "name"), [pair for pair in ALL if pair[1] != "default"])
+def test_no_gain_for_the_standard_deviation_of_others(algo: str, name: str) -> None:
+    """They have none, whatever the default here."""
+    assert PRESETS[algo][name].settings()["network"]["scale_gain"] == 1.0

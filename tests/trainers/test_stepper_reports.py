@@ -37,6 +37,18 @@ class TestLearningRates:
         assert stepper.learning_rates == {"lr_actor": 0.25}
 
 
+    @pytest.mark.parametrize("scaling", ["1/sqrt(M)", "1/M"])
+    def test_of_several_policy_steps(self, scaling: Any) -> None:
+        """What a step is taken with, not what it is scaled from."""
+        rates = [
+            make_stepper(make_loss(), num_policy_steps=4, lr_scaling=chosen).learning_rates
+            for chosen in (None, scaling)
+        ]
+        factors = {name: rates[1][name] / rate for name, rate in rates[0].items()}
+        assert factors.pop("lr_actor") == pytest.approx(scale_of_lr(scaling, 4))
+        assert set(factors.values()) == {1.0}
+
+
 class TestParamDelta:
     @pytest.mark.parametrize("num_policy_steps", [1, 3])
     def test_is_the_norm_of_the_change(self, num_policy_steps: int) -> None:
