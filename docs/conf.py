@@ -78,6 +78,8 @@ sphinx_gallery_conf = {
     "within_subsection_order": "FileNameSortKey",
     "download_all_examples": False,
     "show_memory": False,
+    "capture_repr": (),  # what a page shows, it prints
+    "min_reported_time": 1e6,  # how busy the machine was is no news
     "write_computation_times": False,  # its pages load scripts from elsewhere
     "show_signature": False,
     "remove_config_comments": True,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import shlex
 import sys
@@ -9,10 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hydra.core.global_hydra import GlobalHydra
 
+from minerva_torchrl import MPOLoss
 from minerva_torchrl.__main__ import main
 from minerva_torchrl.runs import load_policy
+from tests.objectives.base import make_actor, make_critic, make_transitions, with_updater
 
 DOCS = Path(__file__).parents[1] / "docs"
 
@@ -46,3 +50,16 @@ def test_parts_of_ones_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     finally:
         sys.modules.pop("mine", None)
         GlobalHydra.instance().clear()
+
+
+def test_critic_of_ones_own() -> None:
+    [source] = snippets("extending.md", "A critic")
+    parts: dict[str, Any] = {}
+    exec(source, parts)
+    critic = parts["LogCoshCritic"]()
+    outputs = torch.tensor([[[3.0], [0.5], [1e4]]])  # [E, B, 1]
+    loss = critic.loss(outputs, torch.tensor([[1.0], [0.5], [0.0]]))
+    expected = torch.tensor([[math.log(math.cosh(2.0)), 0.0, 1e4 - math.log(2)]])
+    torch.testing.assert_close(loss, expected)
+    module = with_updater(MPOLoss(make_actor(), make_critic(), critic=critic))
+    assert module(make_transitions(8))["loss_qvalue"].isfinite()

@@ -6,11 +6,13 @@ import importlib
 import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
 from tensordict.nn import NormalParamExtractor, TensorDictModule
 from torch import nn
+from torch.distributions import MultivariateNormal
 from torchrl.data import Bounded
 from torchrl.modules import (
     MLP,
@@ -21,13 +23,15 @@ from torchrl.modules import (
 )
 
 from minerva_torchrl import MPOLoss, VMPOLoss
+from minerva_torchrl.modules import CholeskyPolicy
+from minerva_torchrl.objectives import CostLimit
+from minerva_torchrl.objectives.critics import TwoHotCritic
 from tests.test_docstring_arguments import PUBLIC, place_of
 
 DOCS = Path(__file__).parents[1] / "docs"
 sys.path.insert(0, str(DOCS / "_ext"))
 try:
-    import docstrings
-    from reference_origins import resolve
+    from reference_origins import argument_rows
 finally:
     sys.path.pop(0)
 
@@ -37,9 +41,14 @@ METRICS = yaml.safe_load((DOCS / "metrics.yaml").read_text())
 
 @pytest.mark.parametrize("name", ORIGINS)
 def test_origins(name: str) -> None:
-    arguments = docstrings.parameters(resolve(f"minerva_torchrl.{name}"))
-    assert list(ORIGINS[name]) == list(arguments)
-    assert all(ORIGINS[name].values())
+    rows = argument_rows(f"minerva_torchrl.{name}", ORIGINS)
+    assert list(ORIGINS[name]) == [argument for argument, *_ in rows]
+    assert all(meaning and origin for _, _, meaning, origin in rows)
+
+
+def test_every_table_of_arguments_has_origins() -> None:
+    pages = "".join(page.read_text() for page in DOCS.rglob("*.md"))
+    assert set(re.findall(r"^```{arguments} minerva_torchrl\.(.+)$", pages, re.M)) == set(ORIGINS)
 
 
 def gaussian() -> ProbabilisticActor:
@@ -68,6 +77,28 @@ def test_metrics_of_mpo() -> None:
     critic = ValueOperator(MLP(5, 1), in_keys=["observation", "action"])
     metrics = {key for key in MPOLoss(gaussian(), critic).out_keys if not key.startswith("loss_")}
     assert metrics == documented("mpo")
+
+
+def of_mpo(actor: ProbabilisticActor, width: int = 1, **arguments: Any) -> set[str]:
+    """What a member of the family adds to the metrics of MPO."""
+    critic = ValueOperator(MLP(5, width), in_keys=["observation", "action"])
+    metrics = {k for k in MPOLoss(actor, critic, **arguments).out_keys if k[:5] != "loss_"}
+    return metrics - (documented("mpo") - {"entropy"})
+
+
+def test_metrics_of_members() -> None:
+    full = ProbabilisticActor(
+        TensorDictModule(CholeskyPolicy(3, 2, [8]), ["observation"], ["loc", "scale_tril"]),
+        in_keys=["loc", "scale_tril"],
+        spec=Bounded(-1, 1, (2,)),
+        distribution_class=MultivariateNormal,
+    )
+    goals = {"energy": 0.1, "cost": CostLimit(1.0)}
+    entropy = {"entropy"}
+    assert of_mpo(categorical()) == documented("categorical")
+    assert of_mpo(full) - entropy == documented("covariance")
+    assert of_mpo(gaussian(), 51, critic=TwoHotCritic()) - entropy == documented("bins")
+    assert of_mpo(gaussian(), 3, objectives=goals) - entropy == documented("objectives")
 
 
 def test_metrics_of_vmpo() -> None:

@@ -63,9 +63,16 @@ def shown_by_fields(obj: Any) -> bool:
 
 @ours
 def test_arguments(obj: Any) -> None:
-    if shown_by_fields(obj) or (inspect.isclass(obj) and issubclass(obj, Exception)):
+    if inspect.isclass(obj) and issubclass(obj, Exception):
         return
     text = inspect.getdoc(obj) or ""
+    if shown_by_fields(obj) and not docstrings.arguments(text):
+        # A section of settings describes itself, and the name of an algorithm was described above.
+        other = r"ClassVar|\w*Config\b|Literal\['(mpo|vmpo|ppo)'\]"
+        types = vars(obj)["__annotations__"]
+        fields = {n for n, kind in types.items() if n[0] != "_" and not re.match(other, str(kind))}
+        assert fields - set(docstrings.fields(obj)) == set(), "fields without a description"
+        return
     if inspect.isclass(obj) and "__init__" not in vars(obj):
         others = re.search(r"Takes the\s+arguments of\s+:class:", text)
         if others or ABC in obj.__bases__ or obj.__init__ is object.__init__:

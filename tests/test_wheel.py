@@ -49,6 +49,8 @@ def test_contents(wheel: Path) -> None:
 
 def test_trains_in_a_clean_environment(wheel: Path, tmp_path: Path) -> None:
     """Dependencies are those of this environment, the package is installed from the wheel."""
+    variables = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
+    variables |= {"OMP_NUM_THREADS": "1"}
     home = tmp_path / "venv"
     venv.create(home, with_pip=True)
     python = home / "bin" / "python"
@@ -59,12 +61,11 @@ def test_trains_in_a_clean_environment(wheel: Path, tmp_path: Path) -> None:
         check=True,
     ).stdout.strip()
     install = [python, "-m", "pip", "install", "-q", "--no-deps", "--no-index", wheel]
-    subprocess.run(install, cwd=tmp_path, check=True)
+    # With the checkout on its path pip would find the package installed already.
+    subprocess.run(install, cwd=tmp_path, env=variables, check=True)
     # A .pth file makes packages importable without running the .pth files beside them, among which
     # is that of the editable install of the checkout.
     (Path(site) / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n")
-    variables = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "PYTHONHOME")}
-    variables |= {"OMP_NUM_THREADS": "1"}
 
     def run(*arguments: str) -> str:
         command = [str(python), *arguments]

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import ast
 import inspect
 import re
+import textwrap
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 _SECTIONS = ("Args", "Keyword Args", "Returns", "Raises", "Yields", "Examples", "Example", "Note")
@@ -63,6 +66,22 @@ def arguments(docstring: str) -> dict[str, Argument]:
                 found[name] = Argument(name, kind, " ".join(lines).strip())
             name, kind, rest = entry.group(1).lstrip("*"), entry.group(2) or "", entry.group(3)
             lines = [rest]
+    return found
+
+
+def fields(obj: type) -> dict[str, str]:
+    """Docstrings below the fields of a class, by name.
+
+    Args:
+        obj: a dataclass or a named tuple.
+    """
+    [definition] = ast.parse(textwrap.dedent(inspect.getsource(obj))).body
+    assert isinstance(definition, ast.ClassDef)
+    found = {}
+    for node, following in pairwise(definition.body):
+        match node, following:
+            case ast.AnnAssign(ast.Name(name)), ast.Expr(ast.Constant(str(text))):
+                found[name] = " ".join(text.split())
     return found
 
 

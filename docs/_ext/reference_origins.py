@@ -24,13 +24,16 @@ def argument_rows(path: str, origins: dict[str, Any]) -> list[tuple[str, str, st
 
     Args:
         path: dotted name of a function or class.
-        origins: by the last part of a dotted name, origins of its arguments.
+        origins: by the dotted name below the package, origins of its arguments.
     """
     obj = resolve(path)
-    described = docstrings.arguments(inspect.getdoc(obj) or "")
-    of_object = origins.get(path.rsplit(".", 1)[1], {})
-    rows = []
-    for name, parameter in docstrings.parameters(obj).items():
-        text = described[name].text if name in described else ""
-        rows.append((name, docstrings.default(parameter), text, of_object.get(name, "")))
-    return rows
+    texts = {}
+    for kind in reversed(obj.__mro__) if isinstance(obj, type) else [obj]:  # what it inherits, too
+        described = docstrings.arguments(inspect.getdoc(kind) or "")
+        texts |= {name: argument.text for name, argument in described.items()}
+    texts = texts or docstrings.fields(obj)
+    of_object = origins.get(path.removeprefix("minerva_torchrl."), {})
+    return [
+        (name, docstrings.default(parameter), texts[name], of_object.get(name, ""))
+        for name, parameter in docstrings.parameters(obj).items()
+    ]

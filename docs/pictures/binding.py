@@ -43,7 +43,7 @@ def keep(name: str, table: Table) -> None:
 
 def draw(title: str, metrics: Table, evaluations: Table, out: Path) -> None:
     """Returns, divergences over their bounds, and dual variables."""
-    figure, axes = plt.subplots(1, 3, figsize=(11, 3.2), layout="constrained")
+    figure, axes = plt.subplots(1, 3, figsize=(11, 3.6), layout="constrained")
     axes[0].plot(evaluations["frames"], evaluations["return_mean"], marker=".")
     axes[0].set(title=title, ylabel="return of the deterministic policy", xlabel="frames")
     for name in RELATIVE:
@@ -60,7 +60,7 @@ def draw(title: str, metrics: Table, evaluations: Table, out: Path) -> None:
     for ax in axes:
         ax.locator_params(axis="x", nbins=5)
     for ax in axes[1:]:
-        ax.legend(fontsize=8)
+        ax.legend(fontsize=8, ncols=2, loc="upper center", bbox_to_anchor=(0.5, -0.2))
     figure.savefig(out, dpi=110)
     plt.close(figure)
 

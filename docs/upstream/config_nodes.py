@@ -27,7 +27,8 @@ def node(kind: type, name: str) -> str:
         written = str(getattr(argument.annotation, "__name__", argument.annotation))
         written = written if _EXPRESSIBLE.fullmatch(written) else "Any"
         value = None if argument.default is Parameter.empty else argument.default
-        fields.append(f"    {argument.name}: {written if value is not None else 'Any'} = {value!r}")
+        shown = f'"{value}"' if isinstance(value, str) else repr(value)
+        fields.append(f"    {argument.name}: {written if value is not None else 'Any'} = {shown}")
     estimator, kinds = _ESTIMATORS[name]
     made = f"_make_{name}_loss"
     return f'''\
@@ -35,8 +36,9 @@ def node(kind: type, name: str) -> str:
 class {kind.__name__}Config(LossConfig):
     """Hydra configuration for :class:`~torchrl.objectives.{kind.__name__}`.
 
-    Every kwarg of ``{kind.__name__}.__init__`` is a field. Three more make its value estimator:
-    ``value_estimator`` ({kinds}), ``gamma`` and ``lmbda``.
+    Every kwarg of ``{kind.__name__}.__init__`` is a field. Three more make its value
+    estimator: ``value_estimator`` ({kinds}),
+    ``gamma`` and ``lmbda``.
     """
 
 {chr(10).join(fields)}
@@ -66,7 +68,7 @@ def mpo_edits() -> tuple[Edit, ...]:
     """What ``MPOLoss`` adds to TorchRL's configs."""
     return (
         Edit(f"{CONFIGS}/objectives.py", "    KLPENPPOLoss,\n", "    MPOLoss,\n"),
-        *_edits(MPOLoss, "mpo"),
+        *_edits(MPOLoss, "mpo", after="LossConfig"),
     )
 
 
@@ -74,11 +76,11 @@ def vmpo_edits() -> tuple[Edit, ...]:
     """What ``VMPOLoss`` adds to TorchRL's configs."""
     return (
         Edit(f"{CONFIGS}/objectives.py", "    TD3Loss,\n", "    VMPOLoss,\n"),
-        *_edits(VMPOLoss, "vmpo"),
+        *_edits(VMPOLoss, "vmpo", after="TQCLossConfig"),
     )
 
 
-def _edits(kind: type, name: str) -> tuple[Edit, ...]:
+def _edits(kind: type, name: str, after: str) -> tuple[Edit, ...]:
     config = f"{kind.__name__}Config"
     stored = f'    cs.store(group="loss", name="{name}", node={config})\n'
     sac = '    cs.store(group="loss", name="sac", node=SACLossConfig)\n'
@@ -90,8 +92,8 @@ def _edits(kind: type, name: str) -> tuple[Edit, ...]:
             node(kind, name),
             before=True,
         ),
-        Edit(f"{CONFIGS}/__init__.py", "    LossConfig,\n", f"    {config},\n"),
-        Edit(f"{CONFIGS}/__init__.py", '    "LossConfig",\n', f'    "{config}",\n'),
+        Edit(f"{CONFIGS}/__init__.py", f"    {after},\n", f"    {config},\n"),
+        Edit(f"{CONFIGS}/__init__.py", f'    "{after}",\n', f'    "{config}",\n'),
         Edit(f"{CONFIGS}/__init__.py", sac, stored, before=True),
         Edit(page, "    PPOLossConfig\n", f"    {config}\n", before=True),
     )

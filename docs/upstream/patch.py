@@ -19,6 +19,12 @@ from port import HEADER, ROOT, ported, ported_test, source_of, target_of
 from series import SERIES, PullRequest, modules_of
 
 FILES = Path(__file__).parent / "files"
+# Imports in the order of usort, TorchRL's tool: by name, whatever the case, in one block.
+IMPORTS = [
+    "--config=lint.isort.order-by-type=false",
+    "--config=lint.isort.combine-as-imports=true",
+    '--config=lint.isort.known-third-party=["torchrl", "utils", "_*"]',
+]
 
 
 def sources(pull: PullRequest) -> dict[Path, str]:
@@ -53,8 +59,9 @@ def write(pull: PullRequest, checkout: Path) -> list[Path]:
     for edit in pull.edits:
         edit.apply(checkout)
     python = [str(checkout / path) for path in written if path.suffix == ".py"]
-    command = [sys.executable, "-m", "ruff", "format", "-q", "--isolated", "--line-length", "88"]
-    subprocess.run([*command, *python], check=True)
+    for command in (["check", "--select", "I", "--fix", *IMPORTS], ["format"]):
+        ruff = [sys.executable, "-m", "ruff", *command, "-q", "--isolated", "--line-length", "88"]
+        subprocess.run([*ruff, *python], check=True)
     return list(written)
 
 

@@ -35,8 +35,9 @@ EXPORTS = {
     "Objective": "torchrl.objectives._mpo.goals",
     "CostLimit": "torchrl.objectives._mpo.goals",
 }
-# What is said of parts that stay here.
+# What is said of parts that stay here, and how a type is imported for type checkers alone.
 SENTENCES = {
+    "from typing_extensions import Self": "from typing import Self",
     "minerva_torchrl.modules.popart.PopArtVMPOLoss": "PopArtVMPOLoss",
     " of minerva_torchrl.modules": "",
 }

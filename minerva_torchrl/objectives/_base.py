@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from difflib import get_close_matches
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch import distributions as D
 from torch.utils.hooks import RemovableHandle
 from torchrl.objectives.utils import ValueEstimators, dispatch_value_estimator
-from typing_extensions import Self
 
 from minerva_torchrl.objectives._batches import BatchLoss
 from minerva_torchrl.objectives.checks import check_choice, check_positive
@@ -35,6 +34,9 @@ from minerva_torchrl.objectives.goals import MAIN_OBJECTIVE
 from minerva_torchrl.objectives.precision import full_precision, in_full_precision
 from minerva_torchrl.objectives.specs import keys_without
 from minerva_torchrl.objectives.swapping import using
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _ESTIMATOR_PREFIX = "_value_estimator."
 

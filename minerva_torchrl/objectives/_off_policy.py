@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import torch
 from tensordict import NestedKey, TensorDictBase, unravel_key
@@ -20,7 +20,6 @@ from torch import Tensor, nn
 from torchrl.data.tensor_specs import TensorSpec
 from torchrl.objectives.utils import ValueEstimators, _vmap_func
 from torchrl.objectives.value import TD0Estimator
-from typing_extensions import Self
 
 from minerva_torchrl.objectives._base import DualLossModule
 from minerva_torchrl.objectives._data import blank, time_dim
@@ -47,6 +46,9 @@ from minerva_torchrl.objectives.specs import (
 )
 from minerva_torchrl.objectives.swapping import using
 from minerva_torchrl.objectives.value.retrace import missing_log_prob
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _Steps = TypeVar("_Steps", Tensor, TensorDictBase)
 

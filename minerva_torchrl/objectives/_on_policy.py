@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from tensordict import NestedKey, TensorDict, TensorDictBase
@@ -18,7 +18,6 @@ from torch import Tensor, distributed
 from torch.compiler import is_compiling
 from torchrl.data.tensor_specs import TensorSpec
 from torchrl.objectives.utils import ValueEstimators, _cache_values
-from typing_extensions import Self
 
 from minerva_torchrl.objectives._base import DualLossModule
 from minerva_torchrl.objectives.checks import check_positive, check_value_scale
@@ -30,6 +29,9 @@ from minerva_torchrl.objectives.precision import full_precision, in_full_precisi
 from minerva_torchrl.objectives.reductions import explained_variance, masked_mean, masked_std
 from minerva_torchrl.objectives.specs import action_place, reads, resolve_action_spec
 from minerva_torchrl.objectives.swapping import using
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 _ESTIMATOR_ALIASES = {"returns": ValueEstimators.TD1, "dae": ValueEstimators.TD0}
 

@@ -26,6 +26,7 @@ class Group:
     name: str
     """Algorithm, and what sets its settings apart from others of the same algorithm."""
     runs: tuple[RecordedRun, ...]
+    """One for each seed."""
 
     @property
     def label(self) -> str:

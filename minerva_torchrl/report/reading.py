@@ -37,7 +37,9 @@ class Problem:
     """A run that can't be reported."""
 
     folder: Path
+    """Where it is."""
     reason: str
+    """What is wrong with it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,6 +47,7 @@ class RecordedRun:
     """What the folder of a run says about it."""
 
     folder: Path
+    """Where it is."""
     settings: Mapping[str, Any]
     """All settings, by dotted name."""
     frames: NDArray[np.int64]
@@ -52,6 +55,7 @@ class RecordedRun:
     returns: NDArray[np.float64]
     """Mean return of each."""
     finished: bool
+    """Whether it came to its end."""
     speed: Mapping[str, float] = field(default_factory=dict)
     """``wall_seconds``, ``frames_per_second`` and ``updates_per_second``, if they are known."""
 
@@ -115,7 +119,9 @@ class LoadedRuns:
     """Runs that can be reported, and what is wrong with the others."""
 
     runs: tuple[RecordedRun, ...]
+    """Those that can be reported."""
     problems: tuple[Problem, ...]
+    """The others."""
 
 
 class _BrokenRun(Exception):

@@ -25,6 +25,7 @@ class Reference:
     """A result from elsewhere."""
 
     task: str
+    """Name of the environment."""
     label: str
     """What to call it."""
     value: float
@@ -53,6 +54,7 @@ class Suite:
     folder: str
     """Name of the folder in which its runs are."""
     tasks: tuple[str, ...]
+    """Names of the environments."""
     frames: tuple[int, ...]
     """Where it is evaluated, the last one for the tables."""
     published: str
@@ -66,6 +68,7 @@ class Name:
     """What to call runs with certain settings."""
 
     name: str
+    """What to call them."""
     settings: dict[str, Any]
     """By dotted name, as in ``{algo: mpo, loss.value_estimator: retrace}``."""
 
@@ -75,8 +78,11 @@ class References:
     """What there is to compare with, and what to call the runs."""
 
     references: tuple[Reference, ...] = ()
+    """Published results."""
     suites: tuple[Suite, ...] = ()
+    """Tasks whose results are put together."""
     names: tuple[Name, ...] = ()
+    """Short names of runs."""
     folder: Path = Path()
     """Where the files that suites name are."""
 

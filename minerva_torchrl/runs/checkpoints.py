@@ -52,21 +52,18 @@ _MAX_INTEGER_BITS = 2039
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A checkpoint on disk, verified by :func:`open_checkpoint`.
-
-    Attributes:
-        path: folder of the checkpoint, not a link to it.
-        frames: number of frames when it was saved.
-        metadata: what was saved with it as JSON.
-        parts: names of its parts.
-        versions: the packages that it was made with; none if they are not known.
-    """
+    """A checkpoint on disk, verified by :func:`open_checkpoint`."""
 
     path: Path
+    """Folder of the checkpoint, not a link to it."""
     frames: int
+    """Number of frames when it was saved."""
     metadata: dict[str, Any]
+    """What was saved with it as JSON."""
     parts: tuple[str, ...]
+    """Names of its parts."""
     versions: dict[str, str] = field(default_factory=dict)
+    """The packages that it was made with; none if they are not known."""
 
     def other_versions(self) -> list[str]:
         """What is installed in another version now, such as ``"torch 2.6.0 (now 2.7.0)"``."""

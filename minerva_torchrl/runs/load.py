@@ -47,9 +47,11 @@ class TrainedPolicy:
     """
 
     config: RunConfig
+    """The settings of its run."""
     frames: int
     """How long it was trained."""
     actor: ProbabilisticTensorDictSequential
+    """The policy, as TorchRL has it."""
     checkpoint: Checkpoint | None
     """That it is from, ``None`` for a policy that was published."""
     _loss: LossModule

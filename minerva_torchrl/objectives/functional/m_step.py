@@ -42,14 +42,14 @@ def gaussian_entropy(scale: Tensor) -> Tensor:
 
 
 class GaussianMoments(NamedTuple):
-    """Weighted moments of standard-normal draws, all that an M-step needs of its samples.
-
-    ``total`` is ``[*B, 1]``; ``first`` and ``second`` are ``[*B, D]``.
-    """
+    """Weighted moments of standard-normal draws, all that an M-step needs of its samples."""
 
     total: Tensor
+    """Sum of the weights, ``[*B, 1]``."""
     first: Tensor
+    """Weighted sum of the draws, ``[*B, D]``."""
     second: Tensor
+    """Weighted sum of their squares, ``[*B, D]``."""
 
 
 def weighted_moments(noise: Tensor, weights: Tensor) -> GaussianMoments:
