@@ -280,6 +280,15 @@ def test_rejects_other_objects_and_widths() -> None:
     network = ValueOperator(nn.Sequential(nn.Linear(5, 40)), ["observation", "action"])
     with pytest.raises(ValueError, match=r"qvalue_network must write 41 outputs .* layer of 40"):
         MPOLoss(make_actor(), network, critic=MAKE["categorical"]())
+    for critic, found in ((MAKE["categorical"](), 82), (None, 2)):  # whole numbers of values
+        network = ValueOperator(nn.Sequential(nn.Linear(5, found)), ["observation", "action"])
+        with pytest.raises(ValueError, match=f"qvalue_network must write .* layer of {found}"):
+            MPOLoss(make_actor(), network, critic=critic)
+    actor = make_discrete_actor("categorical", nn.Linear(OBSERVATION_DIM, NUM_ACTIONS))
+    wide = nn.Linear(OBSERVATION_DIM, 41 * (NUM_ACTIONS + 1))
+    network = ValueOperator(wide, ["observation"], ["action_value"])
+    with pytest.raises(ValueError, match=rf"write {NUM_ACTIONS} actions x 41 outputs .* layer"):
+        MPOLoss(actor, network, critic=MAKE["categorical"]())
     hidden = ValueOperator(Concatenate(nn.Linear(5, 40)), ["observation", "action"])
     loss = with_updater(MPOLoss(make_actor(), hidden, critic=MAKE["categorical"]()))
     with pytest.raises(ValueError, match=r"qvalue_network must write .* \(8, 41\)|20, 8, 41"):
