@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 from tensordict import TensorDict
-from torchrl.data import Bounded, OneHot
+from torchrl.data import Bounded, Composite, OneHot, TensorSpec
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from _harness import make_parser, measure, report, start
@@ -25,8 +25,10 @@ from minerva_torchrl.trainers import make_target_updater
 OBSERVATION, ACTION, BATCH = 17, 6, 128
 CASES: dict[str, dict[str, Any]] = {
     "scalar, gaussian": {},
+    "tanh_gaussian": {"policy": "tanh_gaussian"},
     "full_covariance": {"policy": "full_covariance"},
-    "one-hot": {"discrete": True},
+    "one-hot": {"actions": "discrete"},
+    "hybrid": {"actions": "hybrid"},
     "two_hot": {"critic": "two_hot"},
     "hl_gauss": {"critic": "hl_gauss"},
     "categorical": {"critic": "categorical"},
@@ -34,16 +36,21 @@ CASES: dict[str, dict[str, Any]] = {
     "gaussian_mixture": {"critic": "gaussian_mixture"},
     "two objectives": {"objectives": {"energy": 0.1}},
 }
+SPECS: dict[str, TensorSpec] = {
+    "continuous": Bounded(-1.0, 1.0, (ACTION,)),
+    "discrete": OneHot(ACTION),
+    "hybrid": Composite(arm=Bounded(-1.0, 1.0, (ACTION,)), tool=OneHot(ACTION)),
+}
 
 
 def make_update(
-    discrete: bool = False, objectives: dict[str, float] | None = None, **network: Any
+    actions: str = "continuous", objectives: dict[str, float] | None = None, **network: Any
 ) -> Callable[[], None]:
     torch.manual_seed(0)
     objectives = objectives or {}
     settings = MPONetworkConfig(**network)
     config = MPOConfig(network=settings, loss=MPOLossConfig(objectives=objectives))
-    spec = OneHot(ACTION) if discrete else Bounded(-1.0, 1.0, (ACTION,))
+    spec = SPECS[actions]
     width = make_critic(settings.critic, {}).width * (1 + len(objectives))
     actor = make_policy(OBSERVATION, spec, settings)
     critic = make_action_critic(OBSERVATION, spec, settings, width)

@@ -331,7 +331,6 @@ class MPO(Algorithm[MPOConfig]):
     earlier: ClassVar = {
         **Algorithm.earlier,
         "network.norm_every_layer": False,
-        "network.scale_gain": 1.0,
         "loss.control_variate": False,
         "loss.alpha_update": "gradient",
         "optim.lr_temperature": None,

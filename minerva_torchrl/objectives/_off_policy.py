@@ -41,6 +41,7 @@ from minerva_torchrl.objectives.reductions import masked_mean
 from minerva_torchrl.objectives.specs import (
     action_place,
     is_inside,
+    number_of_actions,
     reads,
     resolve_action_spec,
 )
@@ -152,8 +153,6 @@ class OffPolicyLoss(DualLossModule):
         of_actor = list(actor_network.parameters())
         qvalue_network = side_by_side(qvalue_network, list(self.objectives), critic.width)
         critics = make_ensemble(qvalue_network, num_qvalue_nets, of_actor)
-        what = f"{len(copies)} x {critic.width} of a {type(critic).__name__}"
-        check_width(critics, "qvalue_network", len(copies) * critic.width, what)
         self.num_qvalue_nets = len(critics)
         # expand_dim on a single module would redraw its weights, a list leaves them as they are.
         single = self.num_qvalue_nets == 1
@@ -179,6 +178,9 @@ class OffPolicyLoss(DualLossModule):
             self._values_all_actions = not reads_action
             name = "state_action_value" if reads_action else "action_value"
             self.set_keys(**{name: written[0]})
+        what = f"{len(copies)} x {critic.width} of a {type(critic).__name__}"
+        values = number_of_actions(spec) if self._values_all_actions else 1
+        check_width(critics, "qvalue_network", len(copies) * critic.width, what, values=values)
 
     def _add_objectives(
         self, objectives: Mapping[str, Objective | CostLimit], *, solved: bool

@@ -24,6 +24,7 @@ __all__ = [
     "distribution_parts",
     "is_inside",
     "keys_without",
+    "number_of_actions",
     "part_places",
     "reads",
     "resolve_action_spec",
@@ -166,3 +167,9 @@ def check_range(arguments: Mapping[str, Any], action_spec: TensorSpec | None) ->
                 "Build the actor with distribution_kwargs={'low': spec.space.low, 'high': "
                 "spec.space.high}, or scale the action in the environment."
             )
+
+
+def number_of_actions(action_spec: TensorSpec | None) -> int | None:
+    """How many discrete actions there are, if the spec says so."""
+    number = getattr(getattr(action_spec, "space", None), "n", None)
+    return number if isinstance(number, int) else None

@@ -160,7 +160,10 @@ def test_other_value_keys(critic: str, value_key: Any, kind: str) -> None:
 def test_rejects_all_actions_of_other_number(outputs: int, kind: str) -> None:
     actor = make_discrete_actor(kind, nn.Linear(OBSERVATION_DIM, NUM_ACTIONS).double())
     network = nn.Linear(OBSERVATION_DIM, outputs).double()
-    loss = with_updater(MPOLoss(actor, make_discrete_critic("all actions", network)))
+    with pytest.raises(ValueError, match=rf"write 4 actions x 1 outputs .* layer of {outputs}"):
+        MPOLoss(actor, make_discrete_critic("all actions", network))
+    hidden = ActionTable(OBSERVATION_DIM, outputs).double()  # a layer with a forward of its own
+    loss = with_updater(MPOLoss(actor, make_discrete_critic("all actions", hidden)))
     message = rf"qvalue_network must write 'action_value' of shape \(9, 4\), got \(9, {outputs}\)"
     with pytest.raises(ValueError, match=message):
         loss(make_discrete_data(kind, 9))

@@ -247,55 +247,7 @@ def test_pessimism_by_a_quantile(kind: str) -> None:
             assert upto > 0.3 - 1e-6
 
 
-# Supports ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", ["categorical", *BINNED])
-def test_clipped_targets(kind: str) -> None:
-    critic = MAKE[kind]()
-    next_value = torch.zeros(10, critic.width).index_fill(-1, torch.tensor(20), 1.0)  # all at 0
-    if kind != "categorical":
-        next_value = torch.zeros(10, 1)
-    offset = torch.zeros(10, 1)
-    offset[:3] = 11.0
-    critic.target(next_value, lambda x: x + offset)
-    assert critic.metrics()["clipped_targets"].item() == pytest.approx(0.3)
-    critic.target(next_value, lambda x: x)
-    assert critic.metrics()["clipped_targets"].item() == 0
-
-
-@pytest.mark.parametrize("symlog", [False, True])
-@pytest.mark.parametrize("kind", BINNED)
-def test_bins_decode_what_they_encode(kind: str, symlog: bool) -> None:
-    ends = (-500.0, 500.0) if symlog else (-30.0, 30.0)
-    critic = {"two_hot": TwoHotCritic, "hl_gauss": HLGaussCritic}[kind](*ends, 101, symlog=symlog)
-    value = (
-        torch.tensor([-250.0, -20.0, -1.0, 0.0, 0.4, 7.0, 300.0])
-        if symlog
-        else torch.linspace(-25, 25, 7)
-    )
-    decoded = critic.mean(critic._encode(value).log())
-    tolerance = {"rtol": 1e-3, "atol": 2e-2} if kind == "hl_gauss" else {"rtol": 1e-4, "atol": 1e-4}
-    torch.testing.assert_close(decoded, value, **tolerance)
-
-
-def test_adaptive_support_grows_to_the_targets() -> None:
-    for make in (CategoricalCritic, TwoHotCritic, HLGaussCritic):
-        critic = make(-1.0, 1.0, 11, adaptive=True)
-        for _ in range(12):
-            next_value = torch.full((8, 1), 50.0)
-            if make is CategoricalCritic:
-                next_value = F.two_hot(torch.zeros(8), critic.support())
-            critic.target(next_value, lambda x: x.clamp(0, 0) + 50.0)
-        assert 50 <= critic.support.high <= 200
-        assert critic.support.low == -1
-        assert critic.metrics()["clipped_targets"] == 0
-        restored = make(-1.0, 1.0, 11, adaptive=True)
-        restored.load_state_dict(critic.state_dict())
-        assert torch.equal(restored.support(), critic.support())
-    fixed = TwoHotCritic(-1.0, 1.0, 11)
-    fixed.target(torch.full((8, 1), 50.0), lambda x: x)
-    assert fixed.support.high == 1
+# What is refused -------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -328,6 +280,15 @@ def test_rejects_other_objects_and_widths() -> None:
     network = ValueOperator(nn.Sequential(nn.Linear(5, 40)), ["observation", "action"])
     with pytest.raises(ValueError, match=r"qvalue_network must write 41 outputs .* layer of 40"):
         MPOLoss(make_actor(), network, critic=MAKE["categorical"]())
+    for critic, found in ((MAKE["categorical"](), 82), (None, 2)):  # whole numbers of values
+        network = ValueOperator(nn.Sequential(nn.Linear(5, found)), ["observation", "action"])
+        with pytest.raises(ValueError, match=f"qvalue_network must write .* layer of {found}"):
+            MPOLoss(make_actor(), network, critic=critic)
+    actor = make_discrete_actor("categorical", nn.Linear(OBSERVATION_DIM, NUM_ACTIONS))
+    wide = nn.Linear(OBSERVATION_DIM, 41 * (NUM_ACTIONS + 1))
+    network = ValueOperator(wide, ["observation"], ["action_value"])
+    with pytest.raises(ValueError, match=rf"write {NUM_ACTIONS} actions x 41 outputs .* layer"):
+        MPOLoss(actor, network, critic=MAKE["categorical"]())
     hidden = ValueOperator(Concatenate(nn.Linear(5, 40)), ["observation", "action"])
     loss = with_updater(MPOLoss(make_actor(), hidden, critic=MAKE["categorical"]()))
     with pytest.raises(ValueError, match=r"qvalue_network must write .* \(8, 41\)|20, 8, 41"):

@@ -113,13 +113,14 @@ class CategoricalCritic(OnSupport, _AtomsCritic):
     logits, ``[*B, num_atoms]``.
 
     Args:
-        v_min (float): the smallest return. Defaults to ``-150``.
-        v_max (float): the largest return. Defaults to ``150``.
+        v_min (float, optional): the smallest return. Default: ``-150``, or ``-1`` if ``adaptive``.
+        v_max (float, optional): the largest return. Default: ``150``, or ``1`` if ``adaptive``.
         num_atoms (int): number of atoms. Defaults to ``51``.
 
     Keyword Args:
         support (sequence of float, optional): the atoms themselves, ``[K]``, increasing, instead.
-        adaptive (bool): widen the support when more than one per cent of the targets lie outside.
+        adaptive (bool): let the support grow from its ends while more than one per cent of the
+            targets lie outside. Defaults to ``False``.
         pessimism (float): standard deviations to take off the mean for the E-step.
         quantile (float, optional): a level, whose quantile the E-step takes instead of the mean.
 
@@ -131,8 +132,8 @@ class CategoricalCritic(OnSupport, _AtomsCritic):
 
     def __init__(
         self,
-        v_min: float = -150.0,
-        v_max: float = 150.0,
+        v_min: float | None = None,
+        v_max: float | None = None,
         num_atoms: int = 51,
         *,
         support: Sequence[float] | Tensor | None = None,

@@ -196,7 +196,9 @@ def _fresh_copy(critic: TensorDictModule) -> TensorDictModule:
     return copy
 
 
-def check_width(networks: Iterable[nn.Module], name: str, width: int, what: str) -> None:
+def check_width(
+    networks: Iterable[nn.Module], name: str, width: int, what: str, *, values: int | None = 1
+) -> None:
     """Raise if the last layer of a network can't write what describes its values.
 
     Only a network that says how wide it is, or ends in a layer that does, can be checked here;
@@ -208,14 +210,19 @@ def check_width(networks: Iterable[nn.Module], name: str, width: int, what: str)
         width (int): outputs for one value.
         what (str): why there are so many.
 
+    Keyword Args:
+        values (int, optional): values that a network writes, ``None`` for any number of actions.
+            Defaults to ``1``.
+
     Examples:
         >>> check_width([nn.Linear(3, 51)], "qvalue_network", 51, "a CategoricalCritic")
     """
     for network in networks:
         found = _output_width(network)
-        if found is not None and found % width:
+        if found is not None and (found % width if values is None else found != values * width):
+            times = "" if values in (None, 1) else f"{values} actions x "
             raise ValueError(
-                f"{name} must write {width} outputs for {what}, got a last layer of {found}."
+                f"{name} must write {times}{width} outputs for {what}, got a last layer of {found}."
             )
 
 
@@ -226,5 +233,7 @@ def _output_width(module: nn.Module) -> int | None:
         return _output_width(inner)
     if isinstance(module, nn.Sequential) and len(module):
         return _output_width(module[-1])
+    if isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward:
+        return None
     width = getattr(module, "out_features", None)
     return width if isinstance(width, int) else None

@@ -98,5 +98,5 @@ def side_by_side(qvalue_network: Any, objectives: Sequence[str], width: int) -> 
                 "network with the outputs of all objectives for that."
             )
         seen.update(network.parameters())
-        check_width([network], f"qvalue_network[{name!r}]", width, "one objective")
+        check_width([network], f"qvalue_network[{name!r}]", width, "one objective", values=None)
     return SideBySide(networks, width)

@@ -10,21 +10,51 @@ from torch import Tensor, nn
 
 from minerva_torchrl.objectives.checks import check_count
 
-__all__ = ["OnSupport", "Support"]
+__all__ = ["OnSupport", "Support", "default_ends"]
 
 # More than this share of targets outside of a support, and it grows if it may.
 _CLIPPED = 0.01
+# By this part of its width in an update, if all targets are outside.
+_GROWTH = 0.1
+# Ends of a support without given ones.
+_FIXED_END, _ADAPTIVE_END = 150.0, 1.0
+
+
+def default_ends(
+    v_min: float | None, v_max: float | None, *, adaptive: bool
+) -> tuple[float, float]:
+    """Ends of a support, -150 and 150 where none are given, or -1 and 1 if it adapts.
+
+    Args:
+        v_min (float, optional): the lower end.
+        v_max (float, optional): the upper end.
+
+    Keyword Args:
+        adaptive (bool): whether the support grows.
+
+    Examples:
+        >>> default_ends(None, 100.0, adaptive=False)
+        (-150.0, 100.0)
+    """
+    end = _ADAPTIVE_END if adaptive else _FIXED_END
+    return -end if v_min is None else v_min, end if v_max is None else v_max
 
 
 class Support(nn.Module):
     r"""Increasing atoms :math:`z_k = low + (high - low) u_k`, fixed or wide enough for the targets.
 
-    An adaptive support doubles its range, on the side where they are, when more than one per cent
-    of a batch's targets lie outside of it.
+    An adaptive support begins narrow and grows on the side where more than one per cent of a
+    batch's targets lie outside of it, with :math:`f` their share:
+
+    .. math::
+        high \leftarrow high + 0.1 \max(0, f - 0.01) \, (high - low)
+
+    What a critic has learned is stretched with its atoms. That is why the support grows the more
+    slowly, the fewer targets are outside: the critic learns at the same time.
 
     Args:
-        v_min (float): the first atom.
-        v_max (float): the last atom.
+        v_min (float, optional): the first atom. Default: -150, or -1 if the support is adaptive.
+        v_max (float, optional): the last atom. Default: 150, or 1 if the support is adaptive.
         num_atoms (int): how many there are, evenly spaced.
 
     Keyword Args:
@@ -43,14 +73,15 @@ class Support(nn.Module):
 
     def __init__(
         self,
-        v_min: float,
-        v_max: float,
+        v_min: float | None,
+        v_max: float | None,
         num_atoms: int,
         *,
         atoms: Sequence[float] | Tensor | None = None,
         adaptive: bool = False,
     ) -> None:
         super().__init__()
+        v_min, v_max = default_ends(v_min, v_max, adaptive=adaptive)
         if atoms is not None:
             given = torch.as_tensor(atoms, dtype=torch.float64).flatten()
             if len(given) < 2:
@@ -95,8 +126,9 @@ class Support(nn.Module):
         below = torch.where(values < self.low - rounding, probs, 0.0).sum() / total
         self.clipped.copy_(above + below)
         if self.adaptive:
-            self.high.add_(torch.where(above > _CLIPPED, width, 0.0))
-            self.low.sub_(torch.where(below > _CLIPPED, width, 0.0))
+            # eq: adaptive-support
+            self.high.add_(_GROWTH * (above - _CLIPPED).clamp_min(0) * width)
+            self.low.sub_(_GROWTH * (below - _CLIPPED).clamp_min(0) * width)
 
 
 class OnSupport:

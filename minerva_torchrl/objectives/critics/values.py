@@ -16,7 +16,7 @@ from torchrl.objectives.utils import distance_loss
 
 from minerva_torchrl.objectives import functional as F
 from minerva_torchrl.objectives.checks import check_choice, check_positive
-from minerva_torchrl.objectives.critics.supports import OnSupport, Support
+from minerva_torchrl.objectives.critics.supports import OnSupport, Support, default_ends
 
 __all__ = [
     "Backup",
@@ -157,8 +157,8 @@ class _BinnedCritic(OnSupport, ScalarCritic):
 
     def __init__(
         self,
-        v_min: float = -150.0,
-        v_max: float = 150.0,
+        v_min: float | None = None,
+        v_max: float | None = None,
         num_atoms: int = 51,
         *,
         support: Sequence[float] | Tensor | None = None,
@@ -167,8 +167,8 @@ class _BinnedCritic(OnSupport, ScalarCritic):
     ) -> None:
         super().__init__()
         if symlog:
-            ends = F.symlog(torch.tensor([v_min, v_max], dtype=torch.float64)).tolist()
-            v_min, v_max = ends
+            ends = default_ends(v_min, v_max, adaptive=adaptive)
+            v_min, v_max = F.symlog(torch.tensor(ends, dtype=torch.float64)).tolist()
             if support is not None:
                 support = F.symlog(torch.as_tensor(support, dtype=torch.float64))
         self.support = Support(v_min, v_max, num_atoms, atoms=support, adaptive=adaptive)
@@ -207,15 +207,16 @@ class TwoHotCritic(_BinnedCritic):
     of its targets as a scalar critic does.
 
     Args:
-        v_min (float): the smallest value. Defaults to ``-150``.
-        v_max (float): the largest value. Defaults to ``150``.
+        v_min (float, optional): the smallest value. Default: ``-150``, or ``-1`` if ``adaptive``.
+        v_max (float, optional): the largest value. Default: ``150``, or ``1`` if ``adaptive``.
         num_atoms (int): number of bins. Defaults to ``51``.
 
     Keyword Args:
         support (sequence of float, optional): the bins themselves, ``[K]``, increasing, instead.
         symlog (bool): bins that are evenly spaced in :math:`\mathrm{sign}(x) \log(1 + |x|)`:
             narrow around zero, wide far from it. Defaults to ``False``.
-        adaptive (bool): widen the support when more than one per cent of the targets lie outside.
+        adaptive (bool): let the support grow from its ends while more than one per cent of the
+            targets lie outside. Defaults to ``False``.
 
     Examples:
         >>> critic = TwoHotCritic(0.0, 4.0, 5)
@@ -234,8 +235,9 @@ class HLGaussCritic(_BinnedCritic):
     r"""Probabilities of bins, fitted to a Gaussian around the target (https://arxiv.org/abs/2403.03950).
 
     Args:
-        v_min (float): centre of the first bin. Defaults to ``-150``.
-        v_max (float): centre of the last bin. Defaults to ``150``.
+        v_min (float, optional): centre of the first bin. Default: ``-150``, or ``-1`` if
+            ``adaptive``.
+        v_max (float, optional): centre of the last bin. Default: ``150``, or ``1`` if ``adaptive``.
         num_atoms (int): number of bins. Defaults to ``51``.
 
     Keyword Args:
@@ -243,7 +245,8 @@ class HLGaussCritic(_BinnedCritic):
         support (sequence of float, optional): centres of the bins, ``[K]``, increasing, instead.
         symlog (bool): bins that are evenly spaced in :math:`\mathrm{sign}(x) \log(1 + |x|)`, and
             the Gaussian there. Defaults to ``False``.
-        adaptive (bool): widen the support when more than one per cent of the targets lie outside.
+        adaptive (bool): let the support grow from its ends while more than one per cent of the
+            targets lie outside. Defaults to ``False``.
 
     Examples:
         >>> critic = HLGaussCritic(0.0, 4.0, 5)
@@ -253,8 +256,8 @@ class HLGaussCritic(_BinnedCritic):
 
     def __init__(
         self,
-        v_min: float = -150.0,
-        v_max: float = 150.0,
+        v_min: float | None = None,
+        v_max: float | None = None,
         num_atoms: int = 51,
         *,
         sigma: float = 0.75,
