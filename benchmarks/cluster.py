@@ -302,14 +302,9 @@ def cluster(address: str | None) -> Iterator[None]:
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))  # before Ray is imported
     import ray
 
-    own = {
-        "address": "local",
-        "num_cpus": 12,
-        "include_dashboard": False,
-        "object_store_memory": 512 * 1024**2,
-        "_node_ip_address": "127.0.0.1",
-        "_system_config": {"worker_niceness": 0},
-    }
+    from minerva_torchrl.runs.distributed.cluster import own_cluster
+
+    own = {"address": "local", "_node_ip_address": "127.0.0.1", **own_cluster(12)}
     ray.init(log_to_driver=False, **(own if address is None else {"address": address}))
     try:
         yield

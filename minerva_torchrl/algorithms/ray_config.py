@@ -6,6 +6,7 @@ What an algorithm must say of itself is in :class:`~minerva_torchrl.algorithms.c
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, fields
@@ -16,6 +17,8 @@ if TYPE_CHECKING:
 
 __all__ = ["RayConfig", "problems_with_ray"]
 
+# Fewer frames at a time cost a collector more to hand over than to collect.
+_FRAMES_PER_PART = 10
 _ADDRESS = re.compile(r"auto|(?P<host>[^\s:/]+|\[[0-9a-fA-F:]+\]):(?P<port>\d{1,5})")
 
 
@@ -87,10 +90,12 @@ def problems_with_ray(config: RunConfig) -> Iterator[str]:
     yield from _problems_with_numbers(ray)
     copies = config.copies_per_collector
     frames = config.collector.frames_per_batch
-    if copies > 0 and frames % (ray.collectors * copies):
+    unit = ray.collectors * copies
+    if copies > 0 and frames % unit:
+        enough = math.ceil(max(frames, _FRAMES_PER_PART * ray.collectors) / unit) * unit
         yield (
             "collector.frames_per_batch must be a multiple of ray.collectors times the copies in "
-            f"each, got {frames}, {ray.collectors} and {copies}."
+            f"each, got {frames}, {ray.collectors} and {copies}; {enough} is one."
         )
     if config.env.num_workers > 0:
         yield (

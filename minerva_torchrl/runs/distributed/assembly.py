@@ -96,7 +96,7 @@ def _with_learner_here(
     def publish() -> None:
         """What rollouts begin with may be the weights of a checkpoint."""
         weights = TensorDict.from_module(assembly.loss.actor_network)
-        assembly.trainer.collector.update_policy_weights_(weights)
+        assembly.trainer.collector.publish(weights, assembly.trainer._optim_count)
 
     assembly = assemble(config, parts, make_collector=make_collector, prepare_env=_freeze)
     assembly.trainer.register_op("setup", publish)

@@ -17,7 +17,7 @@ from minerva_torchrl.algorithms.ray_config import parse_address
 from minerva_torchrl.runs.strict import ConfigError
 from minerva_torchrl.text import one_line
 
-__all__ = ["Cluster", "resources"]
+__all__ = ["Cluster", "own_cluster", "resources"]
 
 _SECONDS_TO_ANSWER = 3.0
 # How two sides of gRPC begin, which Ray uses: HTTP/2 and its settings, of kind 4.
@@ -26,6 +26,26 @@ _HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _SETTINGS
 # Processors for the replay service, and its memory for objects that are on their way.
 _REPLAY_CPUS = 1.0
 _OBJECT_STORE = 512 * 1024**2
+
+
+def own_cluster(cpus: int) -> dict[str, Any]:
+    """What Ray starts a cluster on this machine with, for one run or some.
+
+    Args:
+        cpus (int): processors that it gives out, which may be more than there are.
+    """
+    return {
+        "num_cpus": cpus,
+        "include_dashboard": False,
+        "object_store_memory": _OBJECT_STORE,
+        "_system_config": {
+            # As important as the process that was started. By default anything else that runs here
+            # would come first, and start-up could take many minutes.
+            "worker_niceness": 0,
+            # A busy machine is not a lost one. Processes that have ended are noticed without it.
+            "health_check_timeout_ms": 60_000,
+        },
+    }
 
 
 def resources(config: RunConfig) -> dict[str, float]:
@@ -80,16 +100,10 @@ class Cluster:
             # Whoever reaches its ports could run code, so Ray lets a cluster of its own ask for a
             # token. By default that would be one in the user's home.
             os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
-            cpus = max(os.cpu_count() or 1, int(needed["CPU"]) + 1)
             arguments = {
                 "address": "local",  # not one that happens to run here
-                "num_cpus": cpus,
-                "include_dashboard": False,
-                "object_store_memory": _OBJECT_STORE,
                 "_node_ip_address": "127.0.0.1",
-                # As important as the process that was started. By default anything else that runs
-                # here would come first, and start-up could take many minutes.
-                "_system_config": {"worker_niceness": 0},
+                **own_cluster(max(os.cpu_count() or 1, int(needed["CPU"]) + 1)),
             }
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # FutureWarnings of Ray's about itself
@@ -101,7 +115,8 @@ class Cluster:
                     **arguments,
                 )
             except Exception as error:  # of another class for each reason
-                raise ConfigError([f"ray.address={address}: {one_line(error)}"]) from None
+                what = "Ray can't be started here" if address is None else f"ray.address={address}"
+                raise ConfigError([f"{what}: {one_line(error)}"]) from None
 
     def close(self) -> None:
         """End the connection, and with it all processes of the run. Can be called again."""

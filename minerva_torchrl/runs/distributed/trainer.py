@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -156,8 +157,8 @@ class ClusterTrainer(Trainer):
         self._pre_steps_log_hook(ends)
 
     def _learn(self) -> None:
-        """The updates after a batch; none during warm-up, or while there is less than a batch."""
-        if self.collected_frames < self.warmup_frames or self._stored < self.batch_size:
+        """The updates after a batch; none during warm-up, or while nothing is stored."""
+        if self.collected_frames < self.warmup_frames or not self._stored:
             return
         steps = self.optim_steps_per_batch
         receipt = self._execution_backend.step(steps)
@@ -175,12 +176,13 @@ class ClusterTrainer(Trainer):
 
     def _figures(self) -> dict[str, torch.Tensor]:
         """How the run keeps together: metrics beside those of the updates."""
-        behind = (self.collected_frames - self.warmup_frames) / self.frame_skip
-        batch = self._config.collector.frames_per_batch
+        batch = self._config.collector.frames_per_batch * self.frame_skip
+        # The last batch of the warm-up is the first to be learned from.
+        before = batch * max(math.ceil(self.warmup_frames / batch) - 1, 0)
+        actions = (self.collected_frames - before) / self.frame_skip
         lags, self._lags = self._lags, []
         figures = {
-            # Of the actions since the warm-up, whose last batch is the first to be learned from.
-            "updates_per_frame": self._optim_count / max(behind + batch, 1),
+            "updates_per_frame": self._optim_count / actions,
             "policy_lag": sum(lags) / max(len(lags), 1),
             "collectors": self.cluster.num_ready,
             "collectors_replaced": self.cluster.replaced,

@@ -13,8 +13,13 @@ from minerva_torchrl.runs import Callback, Run, open_checkpoint
 
 SMALL: dict[str, Any] = {"ray__collectors": 2, "ray__timeout": 900.0}
 """Two collectors, that are given up in good time."""
-STORING: dict[str, Any] = {**SMALL, "replay_buffer__size": 1000}
-"""The same, with a replay buffer that keeps everything in the order of its collection."""
+STORING: dict[str, Any] = {
+    **SMALL,
+    "replay_buffer__size": 1000,
+    "replay_buffer__batch_size": 64,
+}
+"""The same, with a replay buffer that keeps everything in the order of its collection, and larger
+batches than there is data for when updates begin."""
 
 
 class At(Callback):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from tests.runs.tiny import EXAMPLES
@@ -29,3 +30,15 @@ def start(folder: Path, *command: str) -> subprocess.Popen[str]:
         text=True,
         start_new_session=True,
     )
+
+
+def wait_for_checkpoint(process: subprocess.Popen[str], run_dir: Path, frames: int) -> None:
+    """Until a run has a checkpoint of so many frames or more: it deletes those before."""
+    end = time.monotonic() + PATIENCE
+    saved = 0
+    while saved < frames:
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < end
+        time.sleep(0.2)
+        folders = (run_dir / "checkpoints").glob("frames-*")
+        saved = max((int(folder.name.removeprefix("frames-")) for folder in folders), default=0)

@@ -17,7 +17,7 @@ from torch.cuda import device_count as cuda_devices
 
 from minerva_torchrl.runs import ConfigError, open_checkpoint
 from tests.runs.distributed.cluster import SMALL
-from tests.runs.distributed.commands import PATIENCE, start
+from tests.runs.distributed.commands import PATIENCE, start, wait_for_checkpoint
 from tests.runs.tiny import arguments, column, dotted, make_run, tiny_config
 
 pytestmark = pytest.mark.ray
@@ -30,11 +30,7 @@ def test_killed_and_resumed(tmp_path: Path) -> None:
     settings = arguments(dotted("mpo", **SMALL, total_frames=100_000))
     callback = "callbacks=[tests.runs.distributed.cluster:LosesALearner]"
     process = start(tmp_path, *settings, "run_dir=run", callback)
-    end = time.monotonic() + PATIENCE
-    while not (tmp_path / "run" / "checkpoints" / "frames-000000200").exists():
-        assert process.poll() is None, process.communicate()[1]
-        assert time.monotonic() < end
-        time.sleep(0.2)
+    wait_for_checkpoint(process, tmp_path / "run", frames=200)
     process.kill()
     process.communicate()
     frames = open_checkpoint(tmp_path / "run").frames
@@ -52,11 +48,7 @@ def test_killed_and_resumed(tmp_path: Path) -> None:
 
 def test_stopped_by_a_signal(tmp_path: Path) -> None:
     process = start(tmp_path, *arguments(dotted("mpo", **SMALL, total_frames=10**6)), "run_dir=run")
-    end = time.monotonic() + PATIENCE
-    while not (tmp_path / "run" / "checkpoints" / "frames-000000100").exists():
-        assert process.poll() is None, process.communicate()[1]
-        assert time.monotonic() < end
-        time.sleep(0.2)
+    wait_for_checkpoint(process, tmp_path / "run", frames=100)
     process.send_signal(signal.SIGINT)
     _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, errors

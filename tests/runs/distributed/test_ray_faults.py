@@ -23,6 +23,7 @@ from tests.runs.distributed.cluster import (
     stored,
     trainer,
 )
+from tests.runs.distributed.commands import PATIENCE
 from tests.runs.tiny import column, make_resumed, make_run, read_csv, tiny_config
 
 pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
@@ -47,7 +48,7 @@ def wait_for_free(cpus: float) -> None:
     """Until no more and no fewer processors of the cluster are free."""
     import ray
 
-    end = time.monotonic() + 120
+    end = time.monotonic() + PATIENCE
     while ray.available_resources().get("CPU", 0) != cpus:
         assert time.monotonic() < end
         time.sleep(0.2)

@@ -40,8 +40,10 @@ def test_rollouts_are_of_the_latest_policy(kind: str, tmp_path: Path) -> None:
     counts = [int(value) for name, value in _flat(state).items() if "count" in name]
     assert 200 < counts[0] < 200 + 60
     changes: dict[str, Any] = {"total_frames": 300, "ray__collectors": 1}
-    run = make_resumed(tmp_path, callbacks=[Versions(), kill], **changes)
+    versions = Versions()
+    run = make_resumed(tmp_path, callbacks=[versions, kill], **changes)
     run.train()
+    assert versions.seen == [([version], (5, 10)) for version in (4, 5)]
     assert (run.frames, run.updates) == (300, 6)
 
 
