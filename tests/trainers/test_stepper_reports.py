@@ -36,7 +36,6 @@ class TestLearningRates:
         stepper.load_state_dict(state)
         assert stepper.learning_rates == {"lr_actor": 0.25}
 
-
     @pytest.mark.parametrize("scaling", ["1/sqrt(M)", "1/M"])
     def test_of_several_policy_steps(self, scaling: Any) -> None:
         """What a step is taken with, not what it is scaled from."""
