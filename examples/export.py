@@ -20,15 +20,23 @@ import torch
 from minerva_torchrl.runs import CheckpointError, ConfigError, load_policy
 
 
-def load_file(path: Path) -> Callable[[np.ndarray], np.ndarray]:
+def parts(action: Any) -> list[np.ndarray]:
+    """An action as a list: one array, or one for each part."""
+    if isinstance(action, dict | tuple):
+        inner = action.values() if isinstance(action, dict) else action
+        return [array for part in inner for array in parts(part)]
+    return [np.asarray(action)]
+
+
+def load_file(path: Path) -> Callable[[np.ndarray], list[np.ndarray]]:
     """What a robot or a server does with the file: observations [N, O] in, actions out."""
     if path.suffix == ".onnx":
         import onnxruntime
 
         session: Any = onnxruntime.InferenceSession(path)
-        return lambda observations: session.run(["action"], {"observation": observations})[0]
+        return lambda observations: session.run(None, {"observation": observations})
     module = torch.export.load(path).module()
-    return lambda observations: module(torch.from_numpy(observations)).numpy()
+    return lambda observations: parts(module(torch.from_numpy(observations)))
 
 
 def main() -> None:
@@ -50,8 +58,9 @@ def main() -> None:
     act = load_file(args.file)
     observations = policy.make_env(episodes=3).base_env.reset()["observation"].numpy()
     actions = act(observations)
-    np.testing.assert_allclose(actions, policy.predict(observations), rtol=1e-4, atol=1e-5)
-    print(f"actions at the beginning of three episodes: {actions.tolist()}")
+    for action, expected in zip(actions, parts(policy.predict(observations)), strict=True):
+        np.testing.assert_allclose(action, expected, rtol=1e-4, atol=1e-5)
+    print(f"actions at the beginning of three episodes: {[x.tolist() for x in actions]}")
 
 
 if __name__ == "__main__":

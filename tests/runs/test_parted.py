@@ -14,7 +14,14 @@ from minerva_torchrl.runs import ConfigError, load_policy, open_checkpoint
 from minerva_torchrl.runs.assemble import assemble
 from tests.envs.hybrid import Hybrid, Switches
 from tests.runs.test_parts import go_on
-from tests.runs.tiny import SEQUENCES, assert_same_parameters, column, tiny_config, train
+from tests.runs.tiny import (
+    SEQUENCES,
+    assert_same_parameters,
+    column,
+    run_script,
+    tiny_config,
+    train,
+)
 
 HYBRID = {"env.factory": "tests.envs.hybrid:Hybrid"}
 SWITCHES = {"env.factory": "tests.envs.hybrid:Switches"}
@@ -74,6 +81,8 @@ def test_export(tmp_path: Path) -> None:
     assert exported.keys() == expected.keys() == {"arm", "tool"}
     for name, part in exported.items():
         np.testing.assert_allclose(part.numpy(), expected[name], rtol=1e-5)
+    file = str(tmp_path / "example.pt2")  # the example compares all parts
+    assert run_script("export.py", str(tmp_path / "run"), file, "--trust") == 0
 
 
 def test_critic_tells_parts_apart() -> None:
