@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from minerva_torchrl.runs import load_policy, open_checkpoint, parse_config
+from minerva_torchrl.runs import Callback, Run, load_policy, open_checkpoint, parse_config
 from tests.runs.distributed.cluster import SMALL, STORING, assert_transitions_fit, stored
 from tests.runs.tiny import column, make_run, read_csv, resume, train
 
@@ -16,8 +17,9 @@ pytestmark = [pytest.mark.ray, pytest.mark.usefixtures("cluster")]
 
 def test_from_beginning_to_end_and_on(tmp_path: Path) -> None:
     """Two collectors and two learners side by side, then one of each, then none."""
-    run = train(tmp_path, "mpo", **STORING, ray__learners=2, ray__sync=False)
-    # After the warm-up of 40 frames two updates for each of the nine batches.
+    settings = {**STORING, "replay_buffer__warmup_frames": 30}
+    run = train(tmp_path, "mpo", **settings, ray__learners=2, ray__sync=False)
+    # After the warm-up, with the second batch, two updates for each of the nine batches.
     assert (run.frames, run.updates) == (200, 18)
     assert column(tmp_path / "metrics.csv", "frames") == [60, 100, 160, 200]
     assert column(tmp_path / "eval.csv", "frames") == [0, 100, 200]
@@ -61,26 +63,48 @@ def test_a_local_run_goes_on_elsewhere(tmp_path: Path) -> None:
     assert_transitions_fit(stored(tmp_path), n_steps=5)
 
 
+class Reaches(Callback):
+    """Stops a run when an evaluation is good enough."""
+
+    def __init__(self, at_least: float) -> None:
+        self.at_least = at_least
+
+    def on_evaluation(self, run: Run, row: Mapping[str, float]) -> None:
+        if row["return_mean"] >= self.at_least:
+            run.stop("it is good enough")
+
+
 def test_learns_as_a_local_run_does(tmp_path: Path) -> None:
-    """From 680, because an untrained policy hardly moves the cart, down to 300 and up to 1,000."""
+    """To 380 of 400, from about 270, because in four seconds the pole of any policy falls late.
+
+    When it gets there differs between seeds, locally, too: four of them took 5,000, 8,000, 8,000
+    and more than 12,800 frames. So both runs have many, and end as soon as they are there.
+    """
     settings = {
-        "env": {"name": "cartpole-balance", "frame_skip": 8},
-        "total_frames": 60_000,
+        "env": {"name": "cartpole-balance", "frame_skip": 4, "max_episode_steps": 100},
+        "total_frames": 48_000,
         "collector": {"frames_per_batch": 40},
-        "replay_buffer": {"size": 10_000},
-        "network": {"actor_sizes": [64, 64], "critic_sizes": [64, 64], "norm_every_layer": False},
-        "optim": {"updates_per_frame": 0.5, "lr_actor": 1e-3, "lr_critic": 1e-3},
+        "replay_buffer": {"batch_size": 64, "size": 12_000, "warmup_frames": 800},
+        "network": {"actor_sizes": [32, 32], "critic_sizes": [32, 32]},
+        "loss": {"gamma": 0.95, "epsilon_mean": 0.02},
+        "optim": {
+            "updates_per_frame": 0.5,
+            "lr_actor": 1e-3,
+            "lr_critic": 3e-3,
+            "target_period": 20,
+        },
         "compile": {"enabled": False},
-        "eval": {"interval": 6_000, "episodes": 4},
+        "eval": {"interval": 800, "episodes": 4},
         "checkpoint": {"replay_buffer": False},
     }
-    local, elsewhere = (
-        make_run(parse_config("mpo", {**settings, "ray": ray}), tmp_path / name).train()
-        for name, ray in (("local", {}), ("ray", {"collectors": 2}))
-    )
-    # The best, because evaluations go up and down, and no two runs on a cluster are the same.
-    assert local["best_return"] > 850
-    assert elsewhere["best_return"] > 0.9 * local["best_return"]
+    for name, ray in (("local", {}), ("ray", {"collectors": 2})):
+        config = parse_config("mpo", {**settings, "ray": ray})
+        run = make_run(config, tmp_path / name, callbacks=[Reaches(380)])
+        run.train()
+        returns = column(tmp_path / name / "eval.csv", "return_mean")
+        assert returns[0] < 320
+        assert returns[-1] >= 380, (name, returns)
+        assert run.updates == 20 * (run.frames // 160 - 4)  # four batches only warm up
 
 
 def _leaves(tree: Any, path: str = "") -> Any:
