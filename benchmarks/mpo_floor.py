@@ -62,15 +62,19 @@ class Torso(nn.Module):
 
 
 class Policy(nn.Module):
-    def __init__(self, state: dict[str, Tensor], init_scale: float, min_scale: float) -> None:
+    def __init__(
+        self, state: dict[str, Tensor], init_scale: float, min_scale: float, gain: float = 1.0
+    ) -> None:
         super().__init__()
+        self.gain = gain
         self.torso = Torso(state, "torso.")
         self.loc, self.scale = _linear(state, "loc"), _linear(state, "scale")
         self.factor, self.min_scale = init_scale / math.log(2), min_scale
 
     def forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:
         h = self.torso.after_first(self.torso.first(obs))
-        return self.loc(h), F.softplus(self.scale(h)) * self.factor + self.min_scale
+        x = self.scale(h) if self.gain == 1.0 else self.gain * self.scale(h)
+        return self.loc(h), F.softplus(x) * self.factor + self.min_scale
 
 
 class Critic(nn.Module):

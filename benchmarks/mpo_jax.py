@@ -53,6 +53,7 @@ class RlaxMPO:
     def __init__(self, floor: MPOFloor, data: dict[str, Tensor]) -> None:
         self.s = floor.s
         self.factor, self.min_scale = floor.policy.factor, floor.policy.min_scale
+        self.gain = floor.policy.gain
         clips = (self.s.clip_networks, self.s.clip_networks, self.s.clip_duals)
         self.optimizers = [like_adam(*pair) for pair in zip(floor.optimizers, clips, strict=True)]
         duals = {name: to_array(dual.raw) for name, dual in floor.duals.items()}
@@ -125,7 +126,9 @@ class RlaxMPO:
 
     def _policy(self, params: Params, obs: Array) -> tuple[Array, Array]:
         h = _after_first(params, _linear(params, "torso.first", obs))
-        scale = jax.nn.softplus(_linear(params, "scale", h)) * self.factor + self.min_scale
+        scale = (
+            jax.nn.softplus(self.gain * _linear(params, "scale", h)) * self.factor + self.min_scale
+        )
         return _linear(params, "loc", h), scale
 
     def _sample(self, targets: tuple[Params, Params], obs: Array, noise: Array) -> Samples:

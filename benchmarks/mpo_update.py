@@ -112,7 +112,7 @@ def make_floor(loss: MPOLoss, stepper: MPOOptimizationStepper, adam: dict[str, f
     networks, policy = {}, loss.actor_network.module[0].module
     for name in ("actor_network", "target_actor_network"):
         state = _module_state(loss, name, "module.0.module.")
-        networks[name] = Policy(state, init_scale=policy.init_scale, min_scale=policy.min_scale)
+        networks[name] = Policy(state, policy.init_scale, policy.min_scale, policy.scale_gain)
     for name in ("qvalue_network", "target_qvalue_network"):
         state = _module_state(loss, name, "module.")
         networks[name] = Critic(state, loss.qvalue_network.module.obs_dim)
