@@ -158,7 +158,13 @@ class TestVMPORefuses:
         assert make_loss()(with_advantage(data)).isfinite().all()
 
     def test_critic_output_shape(self) -> None:
-        critic = TensorDictModule(nn.Linear(OBSERVATION_DIM, 2), ["observation"], ["state_value"])
+        """When the loss is made if the network says how wide it is, otherwise at its first call."""
+        network = nn.Linear(OBSERVATION_DIM, 2)
+        critic = TensorDictModule(network, ["observation"], ["state_value"])
+        with pytest.raises(ValueError, match="must write 1 outputs .* got a last layer of 2"):
+            VMPOLoss(make_actor("normal"), critic)
+        silent = nn.Sequential(network, nn.Identity())
+        critic = TensorDictModule(silent, ["observation"], ["state_value"])
         loss = VMPOLoss(make_actor("normal"), critic)
         message = r"critic_network must write 'state_value' of shape \(4, 5, 1\).*got \(4, 5, 2\)"
         with pytest.raises(ValueError, match=message):
