@@ -161,7 +161,7 @@ class TestVMPORefuses:
         """When the loss is made if the network says how wide it is, otherwise at its first call."""
         network = nn.Linear(OBSERVATION_DIM, 2)
         critic = TensorDictModule(network, ["observation"], ["state_value"])
-        with pytest.raises(ValueError, match="must write 1 outputs .* got a last layer of 2"):
+        with pytest.raises(ValueError, match=r"must write 1 outputs .* got a last layer of 2"):
             VMPOLoss(make_actor("normal"), critic)
         silent = nn.Sequential(network, nn.Identity())
         critic = TensorDictModule(silent, ["observation"], ["state_value"])
