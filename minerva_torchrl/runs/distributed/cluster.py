@@ -2,24 +2,29 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import secrets
 import socket
 import warnings
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import ray
 import torch
+from ray._private.utils import psutil  # which Ray brings along
 
 from minerva_torchrl.algorithms import RunConfig
 from minerva_torchrl.algorithms.ray_config import parse_address
 from minerva_torchrl.runs.strict import ConfigError
 from minerva_torchrl.text import one_line
 
-__all__ = ["Cluster", "own_cluster", "resources"]
+__all__ = ["Cluster", "own_cluster", "patiently", "resources"]
 
 _SECONDS_TO_ANSWER = 3.0
+_TIMES_TO_START = 3
 # How two sides of gRPC begin, which Ray uses: HTTP/2 and its settings, of kind 4.
 _SETTINGS = b"\0\0\0\4\0\0\0\0\0"
 _HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + _SETTINGS
@@ -46,6 +51,34 @@ def own_cluster(cpus: int) -> dict[str, Any]:
             "health_check_timeout_ms": 60_000,
         },
     }
+
+
+def patiently(start: Callable[[], Any]) -> Any:
+    """Start processes of Ray, again if they took too long.
+
+    Ray gives a node half a minute to start. On a busy machine that is not always enough.
+
+    Args:
+        start (callable): starts them.
+
+    Returns:
+        What it returned.
+    """
+    for _ in range(_TIMES_TO_START - 1):
+        before = set(_children())
+        try:
+            return start()
+        except Exception as error:
+            if "timed out during startup" not in str(error):
+                raise
+        for process in set(_children()) - before:  # which Ray would only end with this process
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+    return start()
+
+
+def _children() -> Any:
+    return psutil.Process().children(recursive=True)
 
 
 def resources(config: RunConfig) -> dict[str, float]:
@@ -107,13 +140,15 @@ class Cluster:
             }
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # FutureWarnings of Ray's about itself
+            connect = partial(
+                ray.init,
+                log_to_driver=False,
+                configure_logging=True,
+                logging_level=logging.ERROR,
+                **arguments,
+            )
             try:
-                ray.init(
-                    log_to_driver=False,
-                    configure_logging=True,
-                    logging_level=logging.ERROR,
-                    **arguments,
-                )
+                patiently(connect)
             except Exception as error:  # of another class for each reason
                 what = "Ray can't be started here" if address is None else f"ray.address={address}"
                 raise ConfigError([f"{what}: {one_line(error)}"]) from None

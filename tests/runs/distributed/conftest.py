@@ -28,13 +28,13 @@ def cluster() -> Iterator[Any]:
     from ray._raylet import Config
     from ray.cluster_utils import Cluster
 
-    from minerva_torchrl.runs.distributed.cluster import own_cluster
+    from minerva_torchrl.runs.distributed.cluster import own_cluster, patiently
 
     os.environ.setdefault("RAY_AUTH_MODE", "token")
     os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     Config.initialize("")  # Ray read them when it was imported
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
-    cluster = Cluster(initialize_head=True, head_node_args=own_cluster(8))
+    cluster = patiently(lambda: Cluster(initialize_head=True, head_node_args=own_cluster(8)))
     ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
     yield cluster
     ray.shutdown()

@@ -6,6 +6,7 @@ import contextlib
 import re
 import signal
 import socket
+import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -53,6 +54,29 @@ def test_stopped_by_a_signal(tmp_path: Path) -> None:
     _, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, errors
     assert "SIGINT: finishing this batch and saving." in errors
+
+
+def test_a_slow_start_is_tried_again() -> None:
+    """Without the processes of the first one. Other errors are not."""
+    from minerva_torchrl.runs.distributed.cluster import patiently
+
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start_slowly() -> str:
+        started.append(subprocess.Popen(["sleep", "600"]))
+        if len(started) == 1:
+            raise Exception("The current node timed out during startup.")
+        return "there"
+
+    assert patiently(start_slowly) == "there"
+    assert started[0].wait(timeout=60) == -signal.SIGKILL
+    assert started[1].poll() is None
+    started[1].kill()
+    started[1].wait()
+    failing = mock.Mock(side_effect=ValueError("another error"))
+    with pytest.raises(ValueError, match="another error"):
+        patiently(failing)
+    failing.assert_called_once()
 
 
 @contextlib.contextmanager

@@ -75,16 +75,17 @@ class Reaches(Callback):
 
 
 def test_learns_as_a_local_run_does(tmp_path: Path) -> None:
-    """To 380 of 400, from about 270, because in four seconds the pole of any policy falls late.
+    """To 188 of 200, from about 140, because in two seconds the pole of any policy falls late.
 
-    When it gets there differs between seeds, locally, too: four of them took 5,000, 8,000, 8,000
-    and more than 12,800 frames. So both runs have many, and end as soon as they are there.
+    Four seeds took 3,200 to 4,000 frames in trials. Both have three times as many, and end when
+    they are there. In longer episodes some runs, also local ones, balance the pole but drift to the
+    end of the rail, which is beyond the horizon of such a small discount.
     """
     settings = {
-        "env": {"name": "cartpole-balance", "frame_skip": 4, "max_episode_steps": 100},
-        "total_frames": 48_000,
+        "env": {"name": "cartpole-balance", "frame_skip": 4, "max_episode_steps": 50},
+        "total_frames": 12_000,
         "collector": {"frames_per_batch": 40},
-        "replay_buffer": {"batch_size": 64, "size": 12_000, "warmup_frames": 800},
+        "replay_buffer": {"batch_size": 64, "size": 10_000, "warmup_frames": 800},
         "network": {"actor_sizes": [32, 32], "critic_sizes": [32, 32]},
         "loss": {"gamma": 0.95, "epsilon_mean": 0.02},
         "optim": {
@@ -99,11 +100,11 @@ def test_learns_as_a_local_run_does(tmp_path: Path) -> None:
     }
     for name, ray in (("local", {}), ("ray", {"collectors": 2})):
         config = parse_config("mpo", {**settings, "ray": ray})
-        run = make_run(config, tmp_path / name, callbacks=[Reaches(380)])
+        run = make_run(config, tmp_path / name, callbacks=[Reaches(188)])
         run.train()
         returns = column(tmp_path / name / "eval.csv", "return_mean")
-        assert returns[0] < 320
-        assert returns[-1] >= 380, (name, returns)
+        assert returns[0] < 160
+        assert returns[-1] >= 188, (name, returns)
         assert run.updates == 20 * (run.frames // 160 - 4)  # four batches only warm up
 
 
