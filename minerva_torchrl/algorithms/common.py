@@ -89,6 +89,7 @@ class Algorithm(ABC, Generic[Config]):
     """Old names of settings, dotted, and the new ones. The old ones still work, with a warning."""
     earlier: ClassVar[Mapping[str, Any]] = {
         "env.canonical_actions": False,
+        "collector.noise": "white",
         "network.scale_gain": 1.0,
     }
     """Settings that the files of older runs lack, dotted, and what those runs did."""

@@ -117,6 +117,9 @@ class CollectorConfig:
 
     frames_per_batch: int = 50
     """Actions between two rounds of updates, in all environments together."""
+    noise: Literal["white", "pink"] | None = "white"
+    """Exploration of a Gaussian policy: samples of different steps are independent (``white``), or
+    related over up to hundreds of steps (``pink``). Null: pink if the policy is Gaussian."""
 
 
 @dataclass(frozen=True)

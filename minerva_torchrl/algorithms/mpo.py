@@ -17,6 +17,7 @@ from minerva_torchrl.algorithms.common import (
     single_specs,
 )
 from minerva_torchrl.algorithms.config import (
+    CollectorConfig,
     LossConfig,
     NetworkConfig,
     OptimConfig,
@@ -48,6 +49,15 @@ from minerva_torchrl.trainers.stepping import LRScaling
 __all__ = ["MPO", "MPOConfig"]
 
 # Settings ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class MPOCollectorConfig(CollectorConfig):
+    """Collection, with the actions that the policy is most likely to learn from."""
+
+    noise: Literal["white", "pink"] | None = None
+    """Null: pink if the policy is Gaussian. Where a reward takes many actions that work together,
+    it is found much earlier than with independent samples."""
 
 
 @dataclass(frozen=True)
@@ -176,6 +186,7 @@ class MPOConfig(RunConfig):
     """Settings of MPO."""
 
     algo: Literal["mpo"] = "mpo"
+    collector: MPOCollectorConfig = field(default_factory=MPOCollectorConfig)
     replay_buffer: ReplayBufferConfig = field(default_factory=ReplayBufferConfig)
     network: MPONetworkConfig = field(default_factory=MPONetworkConfig)
     loss: MPOLossConfig = field(default_factory=MPOLossConfig)

@@ -42,7 +42,7 @@ PRESETS = {
         adam={"eps": 1e-5},
         run={
             "eval": {"interval": 1 / 150, "episodes": 50},
-            "collector": {"frames_per_batch": 50},
+            "collector": {"frames_per_batch": 50, "noise": "white"},
             "replay_buffer": {"batch_size": 256, "n_steps": 1, "warmup_frames": 10_000},
             "network": {
                 "actor_sizes": [512, 256],
@@ -92,7 +92,7 @@ PRESETS = {
             "critic_coeff": 0.5,
         },
         run={
-            "collector": {"frames_per_batch": 8},
+            "collector": {"frames_per_batch": 8, "noise": "white"},
             "replay_buffer": {"batch_size": 256, "n_steps": 5, "warmup_frames": 1_000},
             "network": {
                 "actor_sizes": [256, 256, 256],
@@ -139,7 +139,7 @@ PRESETS = {
         },
         stepper={"clip_critic": None, "clip_actor": None},
         run={
-            "collector": {"frames_per_batch": 50},
+            "collector": {"frames_per_batch": 50, "noise": "white"},
             "replay_buffer": {"batch_size": 100, "n_steps": 5, "warmup_frames": 10_000},
             "env": {"observation_norm": True},
             "network": {

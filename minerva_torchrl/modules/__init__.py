@@ -4,6 +4,7 @@ from minerva_torchrl.modules.activations import ELU, Tanh
 from minerva_torchrl.modules.binned_ppo import BinnedClipPPOLoss
 from minerva_torchrl.modules.clip_ppo import DirectClipPPOLoss
 from minerva_torchrl.modules.direct import DirectModule
+from minerva_torchrl.modules.exploration import PinkNoiseActor
 from minerva_torchrl.modules.gaussian import StateIndependentScale
 from minerva_torchrl.modules.init import initialize_, orthogonal_init_
 from minerva_torchrl.modules.memory import keep_freed_memory
@@ -31,6 +32,7 @@ __all__ = [
     "DirectModule",
     "GaussianPolicy",
     "PartedPolicy",
+    "PinkNoiseActor",
     "PopArtClipPPOLoss",
     "PopArtHead",
     "PopArtVMPOLoss",

@@ -11,6 +11,8 @@ from tensordict.nn import TensorDictModule, skip_existing
 from torch import Tensor, nn
 from torchrl.modules import IndependentNormal, ProbabilisticActor, SafeProbabilisticModule
 
+from minerva_torchrl.modules.exploration import PinkNoiseActor
+
 __all__ = ["DirectModule", "plain_gaussian"]
 
 # Without what makes a TensorDict of tensors, and looks for outputs that exist already.
@@ -63,7 +65,7 @@ def plain_gaussian(actor: nn.Module) -> tuple[nn.Module, NestedKey | None] | Non
     """The network of a diagonal Gaussian policy that can be called without a TensorDict.
 
     Args:
-        actor (nn.Module): a policy.
+        actor (nn.Module): a policy, with pink noise or without.
 
     Returns:
         What maps the observation to mean and standard deviation, and the key of the
@@ -71,9 +73,9 @@ def plain_gaussian(actor: nn.Module) -> tuple[nn.Module, NestedKey | None] | Non
         distribution, with something around it, or with other keys than ``"observation"``,
         ``"loc"``, ``"scale"`` and ``"action"``.
     """
-    if type(actor) is not ProbabilisticActor:
+    if type(actor) not in (ProbabilisticActor, PinkNoiseActor):
         return None
-    network, *rest = cast("Iterable[Any]", actor.module)
+    network, *rest = cast("Iterable[Any]", cast("Any", actor).module)
     head = rest[0]
     plain = len(rest) == 1 and type(network) is DirectModule
     plain = plain and type(head) is SafeProbabilisticModule and not head.safe

@@ -18,7 +18,7 @@ from torchrl.trainers import Trainer
 
 from minerva_torchrl.algorithms import ALGORITHMS, RunConfig
 from minerva_torchrl.envs import ReturnStdScaling, RunningObservationNorm, make_env
-from minerva_torchrl.modules import keep_freed_memory
+from minerva_torchrl.modules import PinkNoiseActor, keep_freed_memory
 from minerva_torchrl.runs.parts import UserParts, find_parts
 from minerva_torchrl.runs.sizes import check_memory
 from minerva_torchrl.runs.strict import ConfigError
@@ -31,6 +31,7 @@ __all__ = [
     "Assembly",
     "assemble",
     "evaluation_seed",
+    "exploring",
     "make_actor_and_loss",
     "make_evaluation_env",
     "make_training_env",
@@ -108,7 +109,7 @@ def assemble(
     loss = make_actor_and_loss(config, env, device, parts)
     collector = DirectCollector(
         env,
-        loss.actor_network,
+        exploring(config, loss.actor_network),
         frames_per_batch=config.collector.frames_per_batch,
         policy_device=device,
     )
@@ -135,6 +136,21 @@ def assemble(
     if isinstance(trainer.optimization_stepper, GuardedStepper):
         trainer.optimization_stepper.reports_param_delta = config.logger.param_delta
     return Assembly(env, collector, loss, trainer, replay_buffer)
+
+
+def exploring(config: RunConfig, actor: Any) -> Any:
+    """The policy that collects: with the exploration noise of the settings.
+
+    Args:
+        config (RunConfig): the settings.
+        actor (ProbabilisticTensorDictSequential): the policy that is trained.
+    """
+    noise, problem = config.collector.noise, PinkNoiseActor.problem_with(actor)
+    if noise == "white" or (noise is None and problem is not None):
+        return actor
+    if problem is not None:
+        raise ConfigError([f"collector.noise=pink: the policy {problem}"])
+    return PinkNoiseActor(actor)
 
 
 def resolve_device(name: str) -> torch.device:

@@ -107,9 +107,15 @@ def check_structure(
             path = "environment.discounted_returns"
             check_like(value, torch.zeros(*copies, 1, dtype=torch.float64), path)
 
+    def check_noise(value: Any) -> None:
+        if value is not None:
+            like = torch.zeros(len(value), *assembly.env.action_spec.shape)
+            check_like(value, like, "environment.noise")
+
     free: dict[str, Callable[[Any], None]] = {
         "environment.simulators": _anything,
         "environment.carrier.entries": check_carrier,
+        "environment.noise": check_noise,
         "training.callbacks": _anything,
         "training.random": _anything,
         "training.metrics": _check_metrics,

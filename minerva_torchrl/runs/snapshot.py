@@ -91,6 +91,7 @@ def not_finite(parts: Mapping[str, Any]) -> str | None:
         "model": parts["model"],
         "training": parts["training"]["hooks"],
         "environment": parts["environment"]["discounted_returns"],
+        "noise": parts["environment"].get("noise"),
     }
     return _find_not_finite(checked, "")
 
@@ -256,6 +257,7 @@ def _capture_environment(assembly: Assembly, episodes: bool) -> dict[str, Any]:
         "frames": collector._frames,
         "iterations": collector._iter,
         "trajectories": _plain(collector._traj_pool.state_dict()),
+        "noise": _plain(collector.noise),
     }
     if episodes:
         returns = [t._discounted_return for t in assembly.env.transform if _follows_returns(t)]
@@ -269,6 +271,7 @@ def _restore_environment(assembly: Assembly, state: Mapping[str, Any]) -> None:
     collector = assembly.collector
     collector._frames, collector._iter = state["frames"], state["iterations"]
     collector._traj_pool.load_state_dict(state["trajectories"])
+    collector.noise = state.get("noise")
     if state["simulators"] is None:
         cut_episodes(assembly)
         return

@@ -13,7 +13,7 @@ from torch.optim import Adam, AdamW, Optimizer
 __all__ = ["check_like", "check_optimizer", "check_rows"]
 
 # What a state of earlier versions does not have.
-_LATER = ("callbacks", "metrics", "skipped_frames")
+_LATER = ("callbacks", "metrics", "noise", "skipped_frames")
 
 
 def check_like(

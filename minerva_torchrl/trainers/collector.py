@@ -16,6 +16,7 @@ from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl.modules import IndependentNormal
 
 from minerva_torchrl.envs.arrays import ArrayRollout
+from minerva_torchrl.modules import PinkNoiseActor
 from minerva_torchrl.modules.direct import plain_gaussian
 from minerva_torchrl.objectives.specs import keys_without
 
@@ -80,6 +81,18 @@ class DirectCollector(Collector):
 
     _carrier: TensorDictBase
 
+    @property
+    def noise(self) -> Tensor | None:
+        """State of the policy's exploration noise; ``None`` if it has none, or did not act yet."""
+        policy = self._wrapped_policy
+        return policy.processes if isinstance(policy, PinkNoiseActor) else None
+
+    @noise.setter
+    def noise(self, processes: Tensor | None) -> None:
+        if isinstance(self._wrapped_policy, PinkNoiseActor):
+            moved = None if processes is None else processes.to(self.policy_device)
+            self._wrapped_policy.processes = moved
+
     @torch.no_grad()
     def rollout(self) -> TensorDictBase:
         """A batch ``[*K, T]``."""
@@ -116,14 +129,19 @@ class _Gaussian:
     """A Gaussian policy, called without a TensorDict. Keeps what it returns in each step."""
 
     def __init__(
-        self, network: nn.Module, log_prob_key: NestedKey | None, device: torch.device
+        self,
+        network: nn.Module,
+        log_prob_key: NestedKey | None,
+        device: torch.device,
+        draw: Callable[[Tensor], Tensor],
     ) -> None:
         self.network, self.log_prob_key, self.device = network, log_prob_key, device
+        self.draw = draw
         self.steps: list[tuple[Tensor, Tensor, Tensor]] = []
 
     def act(self, observation: Tensor) -> NDArray[Any]:
         loc, scale = self.network(observation.to(self.device))
-        action = loc + torch.randn_like(loc) * scale
+        action = loc + self.draw(loc) * scale
         self.steps.append((loc, scale, action))
         array: NDArray[Any] = action.cpu().numpy()
         return array
@@ -164,7 +182,8 @@ def _acting(collector: DirectCollector) -> _Gaussian | _OfObservation | None:
     if collector.exploration_type == ExplorationType.RANDOM:
         gaussian = plain_gaussian(policy)
         if gaussian is not None:
-            return _Gaussian(*gaussian, device)
+            draw = policy.draw if isinstance(policy, PinkNoiseActor) else torch.randn_like
+            return _Gaussian(*gaussian, device, draw)
     if not isinstance(policy, TensorDictModuleBase):
         return None
     if keys_without(policy.in_keys, policy.out_keys) != ["observation"]:

@@ -115,6 +115,13 @@ class TestPolicies:
         assembly = build(kind, network__scale=scale, network__scale_gain=0.2)
         assert network_of(assembly).scale_gain == 0.2
 
+    @pytest.mark.parametrize("noise", ["white", "pink"])
+    @pytest.mark.parametrize("policy", ["gaussian", "tanh_gaussian"])
+    def test_noise(self, kind: str, policy: str, noise: str) -> None:
+        assembly = build(kind, network__policy=policy, collector__noise=noise)
+        collect(assembly)
+        assert (assembly.collector.noise is not None) is (noise == "pink")
+
     @pytest.mark.parametrize("scale", ["softplus", "free"])
     def test_bounded_mean(self, kind: str, scale: str) -> None:
         assembly = build(kind, network__tanh_mean=True, network__scale=scale)

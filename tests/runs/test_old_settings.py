@@ -58,6 +58,11 @@ def test_runs_had_no_gain_before_there_was_a_choice(algo: str) -> None:
     assert ALGORITHMS[algo].earlier["network.scale_gain"] == 1.0
 
 
+@pytest.mark.parametrize("algo", list(ALGORITHMS))
+def test_runs_had_white_noise_before_there_was_a_choice(algo: str) -> None:
+    assert ALGORITHMS[algo].earlier["collector.noise"] == "white"
+
+
 def test_new_runs_step_all_together() -> None:
     assert parse_config("vmpo", {}).optim.dual_order == "simultaneous"
     assert parse_config("vmpo", {"preset": "minerva-seed"}).optim.dual_order == "dual_first"

@@ -245,3 +245,8 @@ def test_presets_of_others_do_not_follow_the_defaults(preset: str) -> None:
 def test_no_gain_for_the_standard_deviation_of_others(algo: str, name: str) -> None:
     """They have none, whatever the default here."""
     assert PRESETS[algo][name].settings()["network"]["scale_gain"] == 1.0
+
+
+@pytest.mark.parametrize(("algo", "name"), [pair for pair in ALL if pair[1] != "default"])
+def test_others_explore_with_independent_samples(algo: str, name: str) -> None:
+    assert parse_config(algo, {"preset": name}).collector.noise == "white"

@@ -26,7 +26,7 @@ from minerva_torchrl.algorithms.family import make_policy
 from minerva_torchrl.algorithms.mpo import MPONetworkConfig
 from minerva_torchrl.envs import ReturnStdScaling, make_env
 from minerva_torchrl.envs.arrays import ArrayRollout
-from minerva_torchrl.modules import DirectModule, GaussianPolicy
+from minerva_torchrl.modules import DirectModule, GaussianPolicy, PinkNoiseActor
 from minerva_torchrl.modules.direct import plain_gaussian
 from minerva_torchrl.trainers.collector import DirectCollector, _acting
 from tests.envs.hybrid import Hybrid
@@ -137,6 +137,14 @@ def assert_as_torchrl(make_policy: Callable[[EnvBase], Any], **kwargs: Any) -> N
 @pytest.mark.parametrize("num_envs", [None, 1, 3])
 def test_gaussian_policy(num_envs: int | None) -> None:
     assert_as_torchrl(make_actor, num_envs=num_envs, max_episode_steps=9)
+
+
+@pytest.mark.parametrize("num_envs", [None, 3])
+def test_pink_noise(num_envs: int | None) -> None:
+    def explorer(env: EnvBase) -> PinkNoiseActor:
+        return PinkNoiseActor(make_actor(env))
+
+    assert_as_torchrl(explorer, num_envs=num_envs, max_episode_steps=9)
 
 
 @pytest.mark.parametrize("num_envs", [None, 3])

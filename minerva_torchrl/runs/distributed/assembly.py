@@ -12,7 +12,7 @@ from torchrl.envs import TransformedEnv
 from torchrl.objectives.common import LossModule
 
 from minerva_torchrl.algorithms import RunConfig
-from minerva_torchrl.runs.assemble import Assembly, assemble
+from minerva_torchrl.runs.assemble import Assembly, assemble, exploring
 from minerva_torchrl.runs.distributed.cluster import Cluster
 from minerva_torchrl.runs.distributed.collector import ClusterCollector
 from minerva_torchrl.runs.distributed.replay import ReplayService
@@ -84,7 +84,7 @@ def _with_learner_here(
     def make_collector(env: TransformedEnv, loss: LossModule) -> ClusterCollector:
         collector = ClusterCollector(
             Task(config, parts, None),
-            loss.actor_network,
+            exploring(config, loss.actor_network),
             statistics=Statistics(env),
             # A run that goes on has made updates, and its collectors get other seeds.
             first_number=lambda: Workplace.first_number(assembly.trainer._optim_count),
@@ -128,7 +128,7 @@ def _with_learners(
                 "every_next_state": memory.every_next_state,
             },
         ),
-        assembly.loss.actor_network,
+        exploring(config, assembly.loss.actor_network),
         frames_ahead=ahead,
         replay_buffer=service,
         statistics=Statistics(assembly.env),
