@@ -35,9 +35,9 @@ FORMER: dict[str, dict[str, object]] = {  # what version 0.1 had in the place of
     "former_updates": {"optim.updates_per_frame": 0.5, "optim.lr_actor": 1e-3}
     | {"optim.lr_critic": 1e-3},
     "former_norm": {"network.norm_every_layer": "false"},
-    "former_scale": {"network.scale_gain": 1.0},
-    "former_multipliers": {"loss.alpha_update": "gradient", "optim.lr_dual": 1e-2}
-    | {"optim.lr_temperature": "null"},
+    "former_noise": {"collector.noise": "white"},
+    "former_bounds": {"network.scale_gain": 1.0, "loss.alpha_update": "gradient"}
+    | {"optim.lr_dual": 1e-2, "optim.lr_temperature": "null"},
 }
 ENERGY = {"env.wrappers": "[minerva_torchrl.envs.energy:EnergyCost]"}
 ENERGY |= {"loss.objectives.energy.reward": "energy"}
