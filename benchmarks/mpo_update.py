@@ -59,7 +59,7 @@ if TYPE_CHECKING:
 
 Config = tuple[int, int, int, tuple[int, ...], int]  # observation, action, batch, layers, samples
 CONFIGS: dict[str, Config] = {
-    "r10": (17, 6, 128, (256, 256), 10),  # what runs use by default
+    "r10": (17, 6, 128, (256, 256), 10),  # runs, with batches of twice their default
     "c20": (17, 6, 256, (512, 256), 20),
     "c64": (17, 6, 256, (512, 256), 64),
     "h64": (67, 21, 512, (512, 512, 256), 64),

@@ -208,7 +208,7 @@ def test_settings_without_a_preset_reach_their_objects() -> None:
     assert stepper.num_policy_steps == 3
     assert rates(stepper.optimizer_dual) == [0.5, 1e-3]
     assert assembly.replay_buffer.storage.max_size == 600
-    assert assembly.replay_buffer.batch_size == 128
+    assert assembly.replay_buffer.batch_size == 64
     assert assembly.replay_buffer.sampler.sequence_length == 4
     assert assembly.replay_buffer.sampler.sequence_steps == "all"
     assert assembly.trainer.finite_batches.limit == 4

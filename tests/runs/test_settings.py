@@ -194,8 +194,8 @@ IMPOSSIBLE: list[tuple[str, dict[str, Any], str]] = [
     ),
     (
         "mpo",
-        {"replay_buffer.size": 127},
-        "replay_buffer.size must be at least replay_buffer.batch_size, got 127 and 128",
+        {"replay_buffer.size": 63},
+        "replay_buffer.size must be at least replay_buffer.batch_size, got 63 and 64",
     ),
     (
         "mpo",
