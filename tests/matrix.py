@@ -44,7 +44,7 @@ CELLS = (
     Cell("tensordict 0.15", package="tensordict==0.15.*"),
     Cell("torchrl 0.15", package="torchrl==0.15.*"),
     Cell("numpy 1.26", package="numpy==1.26.*"),
-    Cell("gymnasium 1.0", package="gymnasium==1.0.*"),
+    Cell("gymnasium 1.1", package="gymnasium==1.1.*"),
     Cell("torch 2.14", package="torch==2.14.*"),
     Cell("torch 2.15", package="torch==2.15.*"),
 )
