@@ -35,7 +35,7 @@ FORMER: dict[str, dict[str, object]] = {  # what version 0.1 had in the place of
     "former_updates": {"optim.updates_per_frame": 0.5, "optim.lr_actor": 1e-3}
     | {"optim.lr_critic": 1e-3},
     "former_norm": {"network.norm_every_layer": "false"},
-    "former_noise": {"collector.noise": "white"},
+    "former_exploration": {"collector.noise": "white", "network.tanh_mean": "false"},
     "former_bounds": {"network.scale_gain": 1.0, "loss.alpha_update": "gradient"}
     | {"optim.lr_dual": 1e-2, "optim.lr_temperature": "null"},
 }

@@ -33,6 +33,7 @@ __all__ = [
     "Algorithm",
     "Preset",
     "action_bounds_for",
+    "bounded_mean",
     "gaussian_actor",
     "gaussian_policy",
     "make_optimizer",
@@ -201,9 +202,7 @@ def gaussian_policy(obs_dim: int, action_spec: TensorSpec, network: NetworkConfi
         action_spec (TensorSpec): of a single action.
         network (NetworkConfig): the settings.
     """
-    action_dim, bound = action_spec.shape[-1], None
-    if network.tanh_mean:
-        bound = TanhInterval(*action_bounds_for("network.tanh_mean=true", action_spec))
+    action_dim, bound = action_spec.shape[-1], bounded_mean(network, action_spec)
     scales = scale_settings(network)
     if network.scale != "free":
         return GaussianPolicy(
@@ -218,6 +217,21 @@ def gaussian_policy(obs_dim: int, action_spec: TensorSpec, network: NetworkConfi
     mean = mlp(obs_dim, network.actor_sizes, action_dim, "loc", network)
     mean = mean if bound is None else mean.append(bound)
     return StateIndependentScale(mean, action_dim, **scales)
+
+
+def bounded_mean(network: NetworkConfig, action_spec: TensorSpec) -> TanhInterval | None:
+    """What keeps the mean of a Gaussian within the bounds; ``None`` if settings want nothing.
+
+    Args:
+        network (NetworkConfig): the settings.
+        action_spec (TensorSpec): of a single action.
+    """
+    if network.tanh_mean is None:  # where it fits
+        bounds = action_bounds(action_spec) if network.policy == "gaussian" else None
+        return None if bounds is None else TanhInterval(*bounds)
+    if not network.tanh_mean:
+        return None
+    return TanhInterval(*action_bounds_for("network.tanh_mean=true", action_spec))
 
 
 def gaussian_actor(

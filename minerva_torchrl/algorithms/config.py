@@ -140,8 +140,9 @@ class NetworkConfig:
     """How hidden layers and heads start, see :func:`~minerva_torchrl.modules.initialize_`."""
     policy: Literal["gaussian", "tanh_gaussian"] = "gaussian"
     """Family of the policy for continuous actions. With a tanh, samples stay within the bounds."""
-    tanh_mean: bool = False
-    """Keep the mean of a Gaussian within the bounds of the action by a tanh."""
+    tanh_mean: bool | None = False
+    """Keep the mean of a Gaussian within the bounds of the action by a tanh. Null: if there are
+    bounds, and ``policy`` is ``gaussian``."""
     scale: Literal["softplus", "exp", "free"] = "softplus"
     """Standard deviation of a Gaussian: a function of a layer's output, or free parameters, the
     same in every state."""

@@ -95,7 +95,11 @@ class MPONetworkConfig(NetworkConfig):
     """Arguments of that critic, as in ``network.critic_kwargs.v_max=100``."""
     norm_every_layer: bool = True
     """LayerNorm after every hidden layer, before its activation."""
-    scale_gain: float = 0.5
+    tanh_mean: bool | None = None
+    """Keep the mean of a Gaussian within the bounds of the action by a tanh. Outside of them noise
+    changes nothing, because actions are clipped. Null: if there are bounds, and ``policy`` is
+    ``gaussian``."""
+    scale_gain: float = 0.3
     """With 1 single updates move the standard deviation beyond ``loss.epsilon_stddev``."""
     init_scale: float = 0.5
     """``loss.epsilon_stddev`` lets it change slowly."""
@@ -343,6 +347,7 @@ class MPO(Algorithm[MPOConfig]):
     earlier: ClassVar = {
         **Algorithm.earlier,
         "network.norm_every_layer": False,
+        "network.tanh_mean": False,
         "loss.control_variate": False,
         "loss.alpha_update": "gradient",
         "optim.lr_temperature": None,

@@ -11,7 +11,12 @@ from torch import nn
 from torchrl.data import Composite, OneHot, TensorSpec
 from torchrl.modules import IndependentNormal, OneHotCategorical, ProbabilisticActor, TanhNormal
 
-from minerva_torchrl.algorithms.common import action_bounds_for, scale_settings, torso_settings
+from minerva_torchrl.algorithms.common import (
+    action_bounds_for,
+    bounded_mean,
+    scale_settings,
+    torso_settings,
+)
 from minerva_torchrl.modules import (
     CholeskyPolicy,
     ControlTorso,
@@ -19,7 +24,6 @@ from minerva_torchrl.modules import (
     GaussianPolicy,
     PartedPolicy,
     StateIndependentScale,
-    TanhInterval,
     initialize_,
 )
 
@@ -95,9 +99,7 @@ def _part(features: int, spec: TensorSpec, network: Any) -> tuple[nn.Module, Any
     if isinstance(spec, OneHot):
         logits = initialize_(nn.Linear(features, size), "loc", network.initializer)
         return logits, OneHotCategorical, ("logits",)
-    bound = None
-    if network.tanh_mean:
-        bound = TanhInterval(*action_bounds_for("network.tanh_mean=true", spec))
+    bound = bounded_mean(network, spec)
     kind = TanhNormal if network.policy == "tanh_gaussian" else IndependentNormal
     scales = scale_settings(network)
     if network.scale == "free":

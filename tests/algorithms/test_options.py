@@ -9,9 +9,10 @@ import pytest
 import torch
 from tensordict import TensorDictBase
 from torch import Tensor, nn
+from torchrl.data import Bounded, TensorSpec, Unbounded
 from torchrl.modules import TanhNormal
 
-from minerva_torchrl.algorithms.common import make_optimizer
+from minerva_torchrl.algorithms.common import bounded_mean, make_optimizer
 from minerva_torchrl.algorithms.config import OptimConfig
 from minerva_torchrl.envs import ReturnStdScaling
 from minerva_torchrl.runs import ConfigError
@@ -85,6 +86,40 @@ class TestSGD:
 
 
 # Networks ----------------------------------------------------------------------------------------
+
+
+BOUNDED, UNBOUNDED = Bounded(-2.0, 2.0, (3,)), Unbounded((3,))
+
+
+@pytest.mark.parametrize(
+    ("settings", "spec", "bounded"),
+    [
+        ({}, BOUNDED, True),
+        ({}, UNBOUNDED, False),
+        ({"network__policy": "tanh_gaussian"}, BOUNDED, False),
+        ({"network__policy": "full_covariance"}, BOUNDED, False),
+        ({"network__tanh_mean": False}, BOUNDED, False),
+        ({"network__tanh_mean": True}, BOUNDED, True),
+    ],
+)
+def test_bounded_mean_where_it_fits(
+    settings: dict[str, Any], spec: TensorSpec, bounded: bool
+) -> None:
+    bound = bounded_mean(tiny_config("mpo", **settings).network, spec)
+    assert (bound is not None) is bounded
+    if bound is not None:
+        torch.testing.assert_close(bound(torch.full((3,), 100.0)), torch.full((3,), 2.0))
+
+
+@pytest.mark.parametrize("kind", ["vmpo", "ppo"])
+def test_means_of_on_policy_algorithms_are_free(kind: str) -> None:
+    assert bounded_mean(tiny_config(kind).network, BOUNDED) is None
+
+
+def test_bounded_mean_needs_bounds() -> None:
+    settings = tiny_config("mpo", network__tanh_mean=True).network
+    with pytest.raises(ValueError, match=r"network\.tanh_mean=true needs an action with bounds"):
+        bounded_mean(settings, UNBOUNDED)
 
 
 @pytest.mark.parametrize("kind", ["mpo", "vmpo", "ppo"])

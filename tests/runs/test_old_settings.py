@@ -63,6 +63,10 @@ def test_runs_had_white_noise_before_there_was_a_choice(algo: str) -> None:
     assert ALGORITHMS[algo].earlier["collector.noise"] == "white"
 
 
+def test_means_were_free_before_there_was_a_choice() -> None:
+    assert ALGORITHMS["mpo"].earlier["network.tanh_mean"] is False
+
+
 def test_new_runs_step_all_together() -> None:
     assert parse_config("vmpo", {}).optim.dual_order == "simultaneous"
     assert parse_config("vmpo", {"preset": "minerva-seed"}).optim.dual_order == "dual_first"

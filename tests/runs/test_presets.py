@@ -248,5 +248,10 @@ def test_no_gain_for_the_standard_deviation_of_others(algo: str, name: str) -> N
 
 
 @pytest.mark.parametrize(("algo", "name"), [pair for pair in ALL if pair[1] != "default"])
+def test_means_of_others(algo: str, name: str) -> None:
+    assert parse_config(algo, {"preset": name}).network.tanh_mean is (name == "tonic")
+
+
+@pytest.mark.parametrize(("algo", "name"), [pair for pair in ALL if pair[1] != "default"])
 def test_others_explore_with_independent_samples(algo: str, name: str) -> None:
     assert parse_config(algo, {"preset": name}).collector.noise == "white"
