@@ -61,6 +61,16 @@ class Torso(nn.Module):
         return x
 
 
+class Interval(nn.Module):
+    def __init__(self, center: Tensor, radius: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("center", center.clone())
+        self.register_buffer("radius", radius.clone())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.center + self.radius * x.tanh()
+
+
 class Policy(nn.Module):
     def __init__(
         self, state: dict[str, Tensor], init_scale: float, min_scale: float, gain: float = 1.0
@@ -70,11 +80,16 @@ class Policy(nn.Module):
         self.torso = Torso(state, "torso.")
         self.loc, self.scale = _linear(state, "loc"), _linear(state, "scale")
         self.factor, self.min_scale = init_scale / math.log(2), min_scale
+        self.loc_activation = nn.Identity()
+        if "loc_activation.center" in state:
+            ends = (state[f"loc_activation.{name}"] for name in ("center", "radius"))
+            self.loc_activation = Interval(*ends)
 
     def forward(self, obs: Tensor) -> tuple[Tensor, Tensor]:
         h = self.torso.after_first(self.torso.first(obs))
         x = self.scale(h) if self.gain == 1.0 else self.gain * self.scale(h)
-        return self.loc(h), F.softplus(x) * self.factor + self.min_scale
+        loc = self.loc_activation(self.loc(h))
+        return loc, F.softplus(x) * self.factor + self.min_scale
 
 
 class Critic(nn.Module):

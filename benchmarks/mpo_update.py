@@ -177,7 +177,7 @@ def check_agreement(
         (_module_state(loss, "qvalue_network", "module."), floor.critic),
     )
     for ours, network in pairs:
-        theirs = {_our_name(name): value for name, value in network.named_parameters()}
+        theirs = {_our_name(name): value for name, value in network.state_dict().items()}
         check_same_parameters(ours, theirs, lr=_rates(stepper)[0])
     for name, dual in floor.duals.items():
         ours = getattr(loss, name)()
