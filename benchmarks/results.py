@@ -32,8 +32,8 @@ GYM = ("gym:HalfCheetah-v5", "gym:Walker2d-v5", "gym:Hopper-v5")
 SEQUENCES = {"replay_buffer.n_steps": 1, "replay_buffer.sequence_length": 8}
 SEQUENCES |= {"replay_buffer.batch_size": 16}
 FORMER: dict[str, dict[str, object]] = {  # what version 0.1 had in the place of a change
-    "former_updates": {"optim.updates_per_frame": 0.5, "optim.lr_actor": 1e-3}
-    | {"optim.lr_critic": 1e-3},
+    "former_updates": {"optim.updates_per_frame": 0.5, "replay_buffer.batch_size": 128}
+    | {"optim.lr_actor": 1e-3, "optim.lr_critic": 1e-3},
     "former_norm": {"network.norm_every_layer": "false"},
     "former_exploration": {"collector.noise": "white", "network.tanh_mean": "false"},
     "former_bounds": {"network.scale_gain": 1.0, "loss.alpha_update": "gradient"}
@@ -109,7 +109,7 @@ ALL = (
     *(
         Runs("estimators", "mpo", ("walker-walk", "cheetah-run"), 40_000, variant=name, settings=s)
         for name, s in {
-            "5_step": {},
+            "5_step": {"replay_buffer.batch_size": 128},  # as many steps as the sequences have
             "td_lambda": {"loss.value_estimator": "td_lambda", **SEQUENCES},
             "retrace": {"loss.value_estimator": "retrace", **SEQUENCES},
         }.items()

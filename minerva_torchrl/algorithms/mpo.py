@@ -53,11 +53,11 @@ __all__ = ["MPO", "MPOConfig"]
 
 @dataclass(frozen=True)
 class MPOCollectorConfig(CollectorConfig):
-    """Collection, with the actions that the policy is most likely to learn from."""
+    """Collection, with noise that is correlated over time."""
 
     noise: Literal["white", "pink"] | None = None
     """Null: pink if the policy is Gaussian. Where a reward takes many actions that work together,
-    it is found much earlier than with independent samples."""
+    it may be found much earlier than with independent samples."""
 
 
 @dataclass(frozen=True)

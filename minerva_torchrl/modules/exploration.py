@@ -96,6 +96,10 @@ class PinkNoiseActor(SafeProbabilisticTensorDictSequential):
                 "must have IndependentNormal, TanhNormal or MultivariateNormal as its distribution "
                 f"for pink noise, got {head.distribution_class.__name__}."
             )
+        if getattr(head, "safe", False):
+            return "must have safe=False for pink noise, got True."
+        if head._generator is not None or head._generator_key is not None:
+            return "must have no generator of its own for pink noise."
         if head.num_samples is not None:
             return f"must draw one sample for pink noise, got num_samples={head.num_samples}."
         return None
@@ -108,7 +112,8 @@ class PinkNoiseActor(SafeProbabilisticTensorDictSequential):
                 of another shape, type or device start anew.
         """
         # eq: pink-noise
-        decay = self._decay.to(like).reshape(-1, *[1] * like.ndim)
+        self._decay = self._decay.to(like)  # copied to another device once, not in every step
+        decay = self._decay.reshape(-1, *[1] * like.ndim)
         fresh = torch.randn(len(decay), *like.shape, dtype=like.dtype, device=like.device)
         old = self.processes
         if old is None or (old.shape, old.dtype, old.device) != _form(fresh):

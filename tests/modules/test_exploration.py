@@ -10,6 +10,7 @@ import torch
 from tensordict import TensorDict
 from tensordict.nn import TensorDictModule
 from torch import Tensor, nn
+from torchrl.data import Bounded
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 from torchrl.modules import IndependentNormal, OneHotCategorical, ProbabilisticActor, TanhNormal
 
@@ -160,6 +161,8 @@ def test_tensors_instead_of_a_tensordict() -> None:
     [
         (nn.Linear(3, 2), "actor must be a ProbabilisticTensorDictSequential, got Linear"),
         (make_actor(OneHotCategorical), "for pink noise, got OneHotCategorical"),
+        (make_actor(safe=True, spec=Bounded(-1.0, 1.0, (2,))), "safe=False for pink noise"),
+        (make_actor(generator=torch.Generator()), "no generator of its own for pink noise"),
         (make_actor(num_samples=2), "one sample for pink noise, got num_samples="),
     ],
 )
