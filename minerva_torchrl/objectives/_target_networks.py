@@ -181,7 +181,7 @@ class TargetNetworksLoss(OffPolicyLoss):
             without_reward = tensordict.copy().set(place, zero)
             offset = estimator.value_estimate(tensordict, next_value=zero)
             slope = estimator.value_estimate(without_reward, next_value=zero + 1)
-            return offset + slope * next_value
+            return self._nan_where_padded(offset + slope * next_value, tensordict)
         single_steps = not isinstance(estimator, TD0Estimator) and time_dim(tensordict) is None
         if single_steps:
             self._warn_of_single_steps()
@@ -192,7 +192,13 @@ class TargetNetworksLoss(OffPolicyLoss):
             }
         # eq: critic-target
         target = estimator.value_estimate(tensordict, next_value=next_value, **given)
+        target = self._nan_where_padded(target, tensordict)
         return target.squeeze(-2) if single_steps else target
+
+    def _nan_where_padded(self, target: Tensor, tensordict: TensorDictBase) -> Tensor:
+        """Padding has no return: the support of a critic must not take it for one."""
+        valid = self._valid_mask(tensordict)
+        return target if valid is None else torch.where(valid.unsqueeze(-1), target, torch.nan)
 
     def _with_target(
         self, tensordict: TensorDictBase, next_values: Mapping[str, Tensor]

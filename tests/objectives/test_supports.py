@@ -7,8 +7,19 @@ from typing import Any
 import pytest
 import torch
 
+from minerva_torchrl import MPOLoss
 from minerva_torchrl.objectives import functional as F
 from minerva_torchrl.objectives.critics import CategoricalCritic, HLGaussCritic, TwoHotCritic
+from tests.objectives.base import (
+    ACTION_DIM,
+    OBSERVATION_DIM,
+    Concatenate,
+    make_actor,
+    make_critic,
+    make_mlp,
+    make_transitions,
+    with_updater,
+)
 from tests.objectives.test_value_critics import BINNED, MAKE
 
 
@@ -75,6 +86,30 @@ def test_adaptive_support_grows_slowly_for_few_targets() -> None:
     one_of_many = torch.zeros(101, 1).index_fill(0, torch.tensor(0), 99.0)
     critic.target(one_of_many, lambda x: x)  # not more than one per cent
     assert torch.equal(critic.support(), unmoved)
+
+
+@pytest.mark.parametrize("sequences", [False, True])
+@pytest.mark.parametrize("make", [CategoricalCritic, TwoHotCritic])
+def test_padding_has_no_target(make: Any, sequences: bool) -> None:
+    """A support sees the same targets, and grows as far, whether there is padding or not."""
+    supports = []
+    for padded in (False, True):
+        critic = make(num_atoms=11, adaptive=True)
+        network = make_critic(Concatenate(make_mlp(OBSERVATION_DIM + ACTION_DIM, 11)))
+        loss = with_updater(MPOLoss(make_actor(), network, critic=critic).make_value_estimator())
+        data = make_transitions(4, 6) if sequences else make_transitions(24)
+        data["next", "reward"].fill_(50.0)
+        if padded:
+            data["collector", "mask"] = torch.arange(data.numel()).reshape(data.shape) % 3 != 0
+            data["next", "reward"][~data["collector", "mask"]] = torch.nan
+        output = loss(data)
+        assert output["clipped_targets"] == 1
+        assert output["loss_qvalue"].isfinite()
+        assert output["loss_actor"].isfinite()
+        (member,) = loss.critics
+        supports.append(member.support())
+    assert torch.equal(*supports)
+    assert supports[0][-1] > 1
 
 
 def test_fixed_support() -> None:

@@ -116,9 +116,10 @@ class Support(nn.Module):
         """Note the share of targets outside, and grow if the support is adaptive.
 
         Args:
-            values (Tensor): where targets have mass, ``[*B, M]``.
+            values (Tensor): where targets have mass, ``[*B, M]``; NaN where there is no target.
             probs (Tensor): the mass, ``[*B, M]``.
         """
+        probs = torch.where(values.isnan(), 0.0, probs)
         width = self.high - self.low
         rounding = 1e-5 * width  # an atom that is mapped to itself
         total = probs.sum().clamp_min(torch.finfo(probs.dtype).tiny)
