@@ -33,7 +33,7 @@ SEQUENCES = {"replay_buffer.n_steps": 1, "replay_buffer.sequence_length": 8}
 SEQUENCES |= {"replay_buffer.batch_size": 16}
 FORMER: dict[str, dict[str, object]] = {  # what version 0.1 had in the place of a change
     "former_updates": {"optim.updates_per_frame": 0.5, "replay_buffer.batch_size": 128}
-    | {"optim.lr_actor": 1e-3, "optim.lr_critic": 1e-3},
+    | {"optim.lr_actor": 1e-3, "optim.lr_critic": 1e-3, "replay_buffer.n_steps": 5},
     "former_norm": {"network.norm_every_layer": "false"},
     "former_exploration": {"collector.noise": "white", "network.tanh_mean": "false"},
     "former_bounds": {"network.scale_gain": 1.0, "loss.alpha_update": "gradient"}
@@ -109,7 +109,8 @@ ALL = (
     *(
         Runs("estimators", "mpo", ("walker-walk", "cheetah-run"), 40_000, variant=name, settings=s)
         for name, s in {
-            "5_step": {"replay_buffer.batch_size": 128},  # as many steps as the sequences have
+            # as many steps as the sequences have
+            "5_step": {"replay_buffer.n_steps": 5, "replay_buffer.batch_size": 128},
             "td_lambda": {"loss.value_estimator": "td_lambda", **SEQUENCES},
             "retrace": {"loss.value_estimator": "retrace", **SEQUENCES},
         }.items()

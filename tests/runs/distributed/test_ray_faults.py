@@ -37,7 +37,7 @@ def test_a_collector_is_replaced(tmp_path: Path) -> None:
     assert (run.frames, run.updates) == (200, 18)
     assert "collector 0 died, and is replaced" in stream.getvalue()
     assert float(read_csv(tmp_path / "metrics.csv")[-1]["collectors_replaced"]) == 1
-    assert_transitions_fit(stored(tmp_path), n_steps=5)
+    assert_transitions_fit(stored(tmp_path), n_steps=3)
 
 
 class Nothing:

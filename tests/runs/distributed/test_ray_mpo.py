@@ -28,16 +28,16 @@ def test_from_beginning_to_end_and_on(tmp_path: Path) -> None:
     assert float(last["skipped_updates"]) == 0
     assert float(last["collectors_replaced"]) == 0
     data = stored(tmp_path)
-    assert_transitions_fit(data, n_steps=5)
+    assert_transitions_fit(data, n_steps=3)
     assert len({int(number) >> 28 for number in data["collector"]["traj_ids"].flatten()}) == 2
     first = open_checkpoint(tmp_path).load("model")["loss"]
     run = resume(tmp_path, total_frames=260, ray__collectors=1, ray__learners=1, ray__sync=True)
     assert (run.frames, run.updates) == (260, 24)
     data = stored(tmp_path)
-    assert_transitions_fit(data, n_steps=5)
+    assert_transitions_fit(data, n_steps=3)
     run = resume(tmp_path, total_frames=300, ray__collectors=0)
     assert (run.frames, run.updates) == (300, 28)
-    assert_transitions_fit(stored(tmp_path), n_steps=5)
+    assert_transitions_fit(stored(tmp_path), n_steps=3)
     assert column(tmp_path / "metrics.csv", "updates")[-1] == 28
     now = open_checkpoint(tmp_path).load("model")["loss"]
     assert any((first[name] != now[name]).any() for name in first)
@@ -60,7 +60,7 @@ def test_a_local_run_goes_on_elsewhere(tmp_path: Path) -> None:
     local = train(tmp_path, "mpo", total_frames=100, replay_buffer__size=1000)
     run = resume(tmp_path, total_frames=200, **SMALL)
     assert (local.updates, run.updates) == (8, 18)
-    assert_transitions_fit(stored(tmp_path), n_steps=5)
+    assert_transitions_fit(stored(tmp_path), n_steps=3)
 
 
 class Reaches(Callback):

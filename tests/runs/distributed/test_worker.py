@@ -90,7 +90,7 @@ def test_transitions_of_two_collectors_in_turn(copies: int) -> None:
     reports = [collector.collect() for _ in range(10) for collector in collectors]
     assert sum(report.frames for report in reports) == 200
     assert sum(report.stored for report in reports) == len(setup.buffer)
-    assert_transitions_fit(setup.stored(), n_steps=5)
+    assert_transitions_fit(setup.stored(), n_steps=3)
 
 
 @pytest.mark.parametrize("steps", ["all", "first"])
