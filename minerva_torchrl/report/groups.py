@@ -70,7 +70,8 @@ def group_runs(runs: Sequence[RecordedRun], names: Sequence[Name] = ()) -> list[
     If a task has groups of the same algorithm with different settings, then all groups of this
     algorithm are named after their preset, or if that is not enough after those settings in which
     they differ from each other and from the preset. The same settings have the same name on all
-    tasks. Unfinished runs are groups of their own.
+    tasks. Unfinished runs are groups of their own, and so are longer ones if they have the same
+    seeds.
 
     Args:
         runs (sequence of RecordedRun): no two of them the same.
@@ -90,9 +91,26 @@ def group_runs(runs: Sequence[RecordedRun], names: Sequence[Name] = ()) -> list[
     groups = []
     for members in found.values():
         name = named[members[0].algo, settings_key(members[0])]
-        groups.append(Group(name, tuple(sorted(members, key=lambda run: run.seed))))
+        parts = _with_every_seed_once(members)
+        for part in parts:
+            length = f", {part[0].settings['total_frames']:,} frames" if len(parts) > 1 else ""
+            groups.append(Group(name + length, tuple(sorted(part, key=lambda run: run.seed))))
     listed = list(named.values())
-    return sorted(groups, key=lambda group: (*_order(group), listed.index(group.name)))
+
+    def place(group: Group) -> int:
+        return listed.index(named[group.algo, settings_key(group.runs[0])])
+
+    return sorted(groups, key=lambda group: (*_order(group), place(group)))
+
+
+def _with_every_seed_once(runs: Sequence[RecordedRun]) -> list[list[RecordedRun]]:
+    """The runs, or those of each length if some have the same seed."""
+    if len({run.seed for run in runs}) == len(runs):
+        return [list(runs)]
+    lengths: dict[int, list[RecordedRun]] = defaultdict(list)
+    for run in runs:
+        lengths[run.settings["total_frames"]].append(run)
+    return [lengths[length] for length in sorted(lengths)]
 
 
 def settings_key(run: RecordedRun) -> Hashable:

@@ -224,7 +224,8 @@ def _without_duplicates(
     first: dict[object, RecordedRun] = {}
     duplicates = []
     for run in sorted(runs, key=lambda run: not run.finished):
-        key = (run.task, run.algo, run.seed, tuple(sorted(run.learning_settings.items())))
+        settings = {**run.learning_settings, "total_frames": run.settings["total_frames"]}
+        key = (run.task, run.algo, run.seed, tuple(sorted(settings.items())))
         earlier = first.setdefault(key, run)
         if earlier is not run:
             reason = f"it has the same task, algorithm, settings and seed as {earlier.folder}"

@@ -118,6 +118,20 @@ def test_named_by_length_if_the_learning_rate_falls(tmp_path: Path) -> None:
     ]
 
 
+def test_longer_runs_with_the_same_seeds_are_a_group_of_their_own(tmp_path: Path) -> None:
+    for seed in (0, 1):
+        write_run(tmp_path / f"short-{seed}", points=straight(50_000), seed=seed)
+        write_run(tmp_path / f"long-{seed}", points=straight(100_000), seed=seed)
+    write_run(tmp_path / "run", points=straight(70_000), task="walker-run")
+    write_run(tmp_path / "run-1", points=straight(80_000), task="walker-run", seed=1)
+    found = [(group.task, group.label, len(group.runs)) for group in groups_in(tmp_path)]
+    assert found == [
+        ("walker-run", "MPO", 2),  # other seeds: one group
+        ("walker-walk", "MPO, 50,000 frames", 2),
+        ("walker-walk", "MPO, 100,000 frames", 2),
+    ]
+
+
 def test_named_by_both(tmp_path: Path) -> None:
     write_run(tmp_path / "a")
     write_run(tmp_path / "b", loss__gamma=0.9, env__num_envs=2)

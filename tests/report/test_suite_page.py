@@ -73,6 +73,16 @@ def test_tables_have_the_runs_of_the_folder_beside_those_who_have_all_tasks(fold
     assert by_task.rows[1][4:] == ("400.0 ± 30.0", "-", "-")
 
 
+def test_longer_runs_elsewhere_change_nothing(folder: Path) -> None:
+    published = load_published(folder / "published.csv")
+    before, _ = suite_blocks(SUITE, group_runs(load_runs([folder / "runs"]).runs), published)
+    for seed in (0, 1):
+        longer = straight(500_000, top=1.0)
+        write_run(folder / "runs" / "long" / f"walk-{seed}", points=longer, seed=seed)
+    after, _ = suite_blocks(SUITE, group_runs(load_runs([folder / "runs"]).runs), published)
+    assert after == before
+
+
 def test_without_runs_there_is_nothing(folder: Path) -> None:
     groups = group_runs(load_runs([folder / "runs" / "other"]).runs)
     assert suite_blocks(SUITE, groups, load_published(folder / "published.csv")) == ([], {})
