@@ -61,6 +61,8 @@ class Suite:
     """CSV file with ``task, method, env_steps, seeds, mean, std``, next to the references."""
     methods: tuple[str, ...]
     """Those of its methods that are shown, the best last."""
+    compared: str | None = None
+    """Name of a folder of runs with other settings, to compare the suite's with."""
 
 
 @dataclass(frozen=True)

@@ -17,12 +17,13 @@ from minerva_torchrl.report.references import ReferencesError, Suite
 from minerva_torchrl.report.suite import (
     Estimate,
     performance_profile,
+    probability_of_improvement,
     suite_iqm,
     suite_mean,
     suite_median,
     with_interval,
 )
-from minerva_torchrl.report.tables import measure
+from minerva_torchrl.report.tables import Measurement, measure
 from minerva_torchrl.report.values import count, mean_and_deviation, number
 from minerva_torchrl.runs.curve import style_axes
 
@@ -102,18 +103,19 @@ def suite_blocks(
     }
     blocks: list[Block] = [
         Paragraph(_introduction(suite, of_task, tasks)),
-        Picture(PICTURE, f"{suite.title}: mean over tasks, and shares of runs above a return"),
+        Picture(PICTURE, f"{suite.title}: means over tasks, and shares of runs above a return"),
         _totals(end, ours, theirs),
         Paragraph(
             "In brackets: 95 % stratified bootstrap intervals, with seeds drawn within tasks. Of "
             "published methods the numbers are of the means over seeds of each task."
         ),
         _by_task(suite, of_task, ours, published),
+        *_comparison(suite, of_task, groups),
     ]
     return blocks, {PICTURE: _draw(suite, scores, published, tasks)}
 
 
-def _in_folder(group: Group, folder: str) -> bool:
+def _in_folder(group: Group, folder: str | None) -> bool:
     return all(run.folder.parent.name == folder for run in group.runs)
 
 
@@ -166,41 +168,71 @@ def _by_task(
     return Table(columns, tuple(rows), numbers=tuple(range(1, len(columns))))
 
 
+def _comparison(suite: Suite, of_task: Mapping[str, Group], groups: Sequence[Group]) -> list[Block]:
+    """Runs with other settings beside those of the suite; nothing if there are none."""
+    end = suite.frames[-1]
+    ours = {task: found for task in of_task if (found := measure(of_task[task], end))}
+    others: dict[str, dict[str, Measurement]] = defaultdict(dict)
+    for group in groups:
+        if group.finished and group.task in ours and _in_folder(group, suite.compared):
+            found = measure(group, end)
+            if found is not None:
+                others[group.name][group.task] = found
+    if not others:
+        return []
+    tasks = [task for task in ours if any(task in found for found in others.values())]
+    rows: list[tuple[Text, ...]] = [("here", *(ours[task].text() for task in tasks), "")]
+    for name, of_name in others.items():
+        theirs = {task: found.values for task, found in of_name.items()}
+        same = {task: ours[task].values for task in theirs}
+        chance = with_interval(probability_of_improvement, same, theirs)
+        percent = f"{chance.value:.0%} [{chance.low:.0%}, {chance.high:.0%}]"
+        cells = (of_name[task].text() if task in of_name else "-" for task in tasks)
+        rows.append((name, *cells, percent))
+    of_tasks: tuple[Text, ...] = tuple(Code(task) for task in tasks)
+    columns = (f"After {end:,} frames", *of_tasks, "Chance that a run here is better")
+    return [
+        Paragraph("Next to runs with other settings:"),
+        Table(columns, tuple(rows), numbers=tuple(range(1, len(columns)))),
+    ]
+
+
 def _draw(
     suite: Suite,
     scores: Mapping[int, Mapping[str, Sequence[float]]],
     published: Published,
     tasks: Sequence[str],
 ) -> bytes:
-    figure, canvas = new_figure(9.0, 3.4)
-    left, right = figure.subplots(1, 2)
-    style_axes(left, f"Mean over {count(len(tasks), 'task')}")
-    style_axes(right, f"Runs above a return after {suite.frames[-1]:,} frames")
+    figure, canvas = new_figure(12.0, 3.6)
+    *curves, profile = figure.subplots(1, 3)
     frames = [f for f in suite.frames if scores[f].keys() >= set(tasks)]
-    curve = [with_interval(suite_mean, scores[f], resamples=500) for f in frames]
-    left.fill_between(
-        frames, [e.low for e in curve], [e.high for e in curve], color=COLOURS[0], alpha=0.18
-    )
-    left.plot(frames, [e.value for e in curve], color=COLOURS[0], marker="o", label="here")
-    for method, colour in zip(suite.methods, COLOURS[1:] * 3, strict=False):
-        points = {
-            f: suite_mean({t: [by_task[t][0]] for t in tasks})
-            for f, by_task in sorted(published.get(method, {}).items())
-            if f <= suite.frames[-1] and by_task.keys() >= set(tasks)
-        }
-        if points:
-            left.plot(
-                list(points), list(points.values()), "--s", color=colour, ms=4, lw=1, label=method
-            )
-    left.set_xlim(left=0)
-    left.set_ylim(bottom=0)
-    left.set_xlabel("frames")
-    left.legend(fontsize=7, frameon=False)
+    for axes, statistic, title in zip(
+        curves, (suite_mean, suite_iqm), ("Mean", "Interquartile mean"), strict=True
+    ):
+        style_axes(axes, f"{title} of {count(len(tasks), 'task')}")
+        curve = [with_interval(statistic, scores[f], resamples=500) for f in frames]
+        low, high = [e.low for e in curve], [e.high for e in curve]
+        axes.fill_between(frames, low, high, color=COLOURS[0], alpha=0.18)
+        axes.plot(frames, [e.value for e in curve], color=COLOURS[0], marker="o", label="here")
+        for method, colour in zip(suite.methods, COLOURS[1:] * 3, strict=False):
+            points = {
+                f: statistic({t: [by_task[t][0]] for t in tasks})
+                for f, by_task in sorted(published.get(method, {}).items())
+                if f <= suite.frames[-1] and by_task.keys() >= set(tasks)
+            }
+            xs, ys = list(points), list(points.values())
+            if points:
+                axes.plot(xs, ys, "--s", color=colour, ms=4, lw=1, label=method)
+        axes.set_xlim(left=0)
+        axes.set_ylim(bottom=0)
+        axes.set_xlabel("frames")
+    curves[0].legend(fontsize=7, frameon=False)
+    style_axes(profile, f"Runs above a return after {suite.frames[-1]:,} frames")
     thresholds = np.linspace(0, 1000, 201)
-    profile = performance_profile(scores[suite.frames[-1]], thresholds)
-    right.plot(thresholds, profile, color=COLOURS[0])
-    right.set_xlabel("return")
-    right.set_ylim(0, 1.02)
+    shares = performance_profile(scores[suite.frames[-1]], thresholds)
+    profile.plot(thresholds, shares, color=COLOURS[0])
+    profile.set_xlabel("return")
+    profile.set_ylim(0, 1.02)
     file = io.BytesIO()
     canvas.print_png(file)
     return file.getvalue()

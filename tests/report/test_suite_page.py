@@ -1,11 +1,12 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from minerva_torchrl.report import ReferencesError, group_runs, load_references
-from minerva_torchrl.report.document import Paragraph, Picture, Table
+from minerva_torchrl.report.document import Code, Paragraph, Picture, Table
 from minerva_torchrl.report.make import build_document
 from minerva_torchrl.report.references import Suite
 from minerva_torchrl.report.suite_page import load_published, suite_blocks
@@ -81,6 +82,26 @@ def test_longer_runs_elsewhere_change_nothing(folder: Path) -> None:
         write_run(folder / "runs" / "long" / f"walk-{seed}", points=longer, seed=seed)
     after, _ = suite_blocks(SUITE, group_runs(load_runs([folder / "runs"]).runs), published)
     assert after == before
+
+
+def test_runs_with_other_settings_stand_beside_the_suite(folder: Path) -> None:
+    suite = replace(SUITE, compared="ablation")
+    for seed, top in enumerate((800.0, 100.0)):
+        path = folder / "runs" / "ablation" / f"walk-{seed}"
+        write_run(path, points=straight(top=top), seed=seed, loss__gamma=0.9)
+    write_run(folder / "runs" / "ablation" / "other", points=straight(), task="hopper-hop")
+    groups = group_runs(load_runs([folder / "runs"]).runs)
+    published = load_published(folder / "published.csv")
+    *_, sentence, table = suite_blocks(suite, groups, published)[0]
+    assert isinstance(sentence, Paragraph)
+    assert isinstance(table, Table)
+    assert table.columns[1:] == (Code("walker-walk"), "Chance that a run here is better")
+    here, other = table.rows
+    assert here == ("here", "800.0 ± 141.4", "")
+    assert other[1] == "450.0 ± 495.0"
+    # 900 beats both, 700 one of two.
+    assert str(other[2]).startswith("75% [")
+    assert suite_blocks(SUITE, groups, published)[0][-1] != table
 
 
 def test_without_runs_there_is_nothing(folder: Path) -> None:
