@@ -10,6 +10,7 @@ evaluations, settings and summary; the policies of the suite's first seed go to 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import subprocess
 import sys
@@ -45,6 +46,22 @@ BINS: dict[str, dict[str, object]] = {
     critic: {"network.critic": critic, "network.critic_kwargs.adaptive": "true"}
     for critic in ("categorical", "hl_gauss")
 }
+
+
+INDEX = """# Trained policies
+
+Weights, settings and a card with the command, seed and versions of each. They are of the first
+seed, not of the best one.
+
+```bash
+python -m minerva_torchrl evaluate pretrained/mpo-walker-walk --video walk.mp4  # needs OpenGL
+```
+
+In Python, `minerva_torchrl.runs.load_policy("pretrained/mpo-walker-walk").predict(observation)`.
+
+| policy | frames | seed | return of 10 episodes |
+|---|---:|---:|---:|
+"""
 
 
 @dataclass(frozen=True)
@@ -164,7 +181,20 @@ def make(runs: Runs, name: str, task: str, seed: int, out: Path) -> str:
         pretrained = ROOT / "pretrained" / f"{runs.algo}-{task}"
         publish = [sys.executable, "-m", "minerva_torchrl", "publish", str(run_dir)]
         subprocess.run([*publish, "--out", str(pretrained)], check=True, env=environment)
+        (pretrained.parent / "README.md").write_text(index(pretrained.parent))
     return f"{name}: done"
+
+
+def index(pretrained: Path) -> str:
+    """What there is in a folder of published policies."""
+    cards = [json.loads(path.read_text()) for path in sorted(pretrained.glob("*/card.json"))]
+    lines = []
+    for card in cards:
+        name = f"{card['algo']}-{card['task']}"
+        result = f"{card['return_mean']:.0f} ± {card['return_std']:.0f}"
+        cells = (f"[{name}]({name}/card.json)", f"{card['frames']:,}", str(card["seed"]), result)
+        lines.append(f"| {' | '.join(cells)} |")
+    return INDEX + "\n".join(lines) + "\n"
 
 
 def main() -> int:
