@@ -63,6 +63,8 @@ class Suite:
     """Those of its methods that are shown, the best last."""
     compared: str | None = None
     """Name of a folder of runs with other settings, to compare the suite's with."""
+    note: str = ""
+    """What readers should know of the published returns."""
 
 
 @dataclass(frozen=True)

@@ -105,10 +105,7 @@ def suite_blocks(
         Paragraph(_introduction(suite, of_task, tasks)),
         Picture(PICTURE, f"{suite.title}: means over tasks, and shares of runs above a return"),
         _totals(end, ours, theirs),
-        Paragraph(
-            "In brackets: 95 % stratified bootstrap intervals, with seeds drawn within tasks. Of "
-            "published methods the numbers are of the means over seeds of each task."
-        ),
+        Paragraph(_explanation(suite, ours)),
         _by_task(suite, of_task, ours, published),
         *_comparison(suite, of_task, groups),
     ]
@@ -129,6 +126,20 @@ def _introduction(suite: Suite, of_task: Mapping[str, Group], tasks: Sequence[st
     return text
 
 
+def _explanation(suite: Suite, ours: Mapping[str, Sequence[float]]) -> str:
+    text = "Of published methods the numbers are of the means over seeds of each task."
+    if _have_several_seeds(ours):
+        text = (
+            "In brackets: 95 % stratified bootstrap intervals, with seeds drawn within tasks. "
+        ) + text
+    return f"{text} {suite.note}".rstrip()
+
+
+def _have_several_seeds(scores: Mapping[str, Sequence[float]]) -> bool:
+    """Whether there is anything to draw an interval from."""
+    return all(len(values) > 1 for values in scores.values())
+
+
 def _totals(
     frames: int, ours: Mapping[str, Sequence[float]], theirs: Mapping[str, Mapping[str, float]]
 ) -> Table:
@@ -137,7 +148,10 @@ def _totals(
     for method, means in theirs.items():
         single = {task: [mean] for task, mean in means.items()}
         rows.append((method, *(number(statistic(single)) for statistic in statistics)))
-    estimates = [_estimate_text(with_interval(s, ours)) for s in statistics]
+    if _have_several_seeds(ours):
+        estimates = [_estimate_text(with_interval(s, ours)) for s in statistics]
+    else:
+        estimates = [number(statistic(ours)) for statistic in statistics]
     rows.append(("here", *estimates))
     columns = (f"After {frames:,} frames", "Mean", "Median", "Interquartile mean")
     return Table(columns, tuple(rows), numbers=(1, 2, 3))
@@ -203,7 +217,7 @@ def _draw(
     published: Published,
     tasks: Sequence[str],
 ) -> bytes:
-    figure, canvas = new_figure(12.0, 3.6)
+    figure, canvas = new_figure(12.0, 4.2)
     *curves, profile = figure.subplots(1, 3)
     frames = [f for f in suite.frames if scores[f].keys() >= set(tasks)]
     for axes, statistic, title in zip(
@@ -211,8 +225,9 @@ def _draw(
     ):
         style_axes(axes, f"{title} of {count(len(tasks), 'task')}")
         curve = [with_interval(statistic, scores[f], resamples=500) for f in frames]
-        low, high = [e.low for e in curve], [e.high for e in curve]
-        axes.fill_between(frames, low, high, color=COLOURS[0], alpha=0.18)
+        if all(_have_several_seeds(scores[f]) for f in frames):
+            low, high = [e.low for e in curve], [e.high for e in curve]
+            axes.fill_between(frames, low, high, color=COLOURS[0], alpha=0.18)
         axes.plot(frames, [e.value for e in curve], color=COLOURS[0], marker="o", label="here")
         for method, colour in zip(suite.methods, COLOURS[1:] * 3, strict=False):
             points = {
@@ -226,12 +241,14 @@ def _draw(
         axes.set_xlim(left=0)
         axes.set_ylim(bottom=0)
         axes.set_xlabel("frames")
-    curves[0].legend(fontsize=7, frameon=False)
-    style_axes(profile, f"Runs above a return after {suite.frames[-1]:,} frames")
+    handles, labels = curves[0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=4, frameon=False, fontsize=8)
+    style_axes(profile, "Runs above a return")
     thresholds = np.linspace(0, 1000, 201)
     shares = performance_profile(scores[suite.frames[-1]], thresholds)
     profile.plot(thresholds, shares, color=COLOURS[0])
-    profile.set_xlabel("return")
+    profile.set_xlabel(f"return after {suite.frames[-1]:,} frames")
+    profile.set_ylabel("share of runs")
     profile.set_ylim(0, 1.02)
     file = io.BytesIO()
     canvas.print_png(file)
