@@ -138,13 +138,14 @@ def build_document(
     names = file_names(tasks)
     styles = line_styles(groups)
     pictures: dict[str, bytes] = {}
-    blocks = [*_introduction(loaded, groups), Heading(2, "Overview"), *overview(groups)]
+    blocks = _introduction(loaded, groups)
     for suite in references.suites:
         found, drawn = suite_blocks(
             suite, groups, load_published(references.folder / suite.published)
         )
         blocks += [Heading(2, suite.title), *found] if found else []
         pictures |= drawn
+    blocks += [Heading(2, "Overview"), *overview(groups)]
     published = published_table(references.references, groups)
     if published:
         blocks += [Heading(2, "Next to published results"), *published]
