@@ -1,14 +1,18 @@
 """Draw which constraint binds in runs: ``python docs/pictures/binding.py runs/a runs/b``.
 
 With ``--keep`` the columns that it drew are stored in ``docs/pictures/data``, from where it draws
-them without arguments.
+them without arguments. With ``--medians`` it draws nothing, and prints the medians of the
+divergences over their bounds after the first tenth of each run.
 """
 
 from __future__ import annotations
 
 import argparse
 import csv
+import sys
+from itertools import compress
 from pathlib import Path
+from statistics import median
 
 import matplotlib
 
@@ -41,6 +45,13 @@ def keep(name: str, table: Table) -> None:
         writer.writerows([f"{x:.5g}" for x in row] for row in zip(*table.values(), strict=True))
 
 
+def medians(metrics: Table) -> str:
+    """Those of the divergences over their bounds, after the first tenth of a run."""
+    late = [frame > metrics["frames"][-1] / 10 for frame in metrics["frames"]]
+    found = {n: median(compress(metrics[n], late)) for n in RELATIVE if n in metrics}
+    return ", ".join(f"{name} {value:.2f}" for name, value in found.items())
+
+
 def draw(title: str, metrics: Table, evaluations: Table, out: Path) -> None:
     """Returns, divergences over their bounds, and dual variables."""
     figure, axes = plt.subplots(1, 3, figsize=(11, 3.6), layout="constrained")
@@ -70,6 +81,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("runs", nargs="*", type=Path)
     parser.add_argument("--keep", action="store_true")
+    parser.add_argument("--medians", action="store_true")
     arguments = parser.parse_args()
     folder = HERE / "data"
     kept = [path.name.removesuffix("-metrics.csv") for path in sorted(folder.glob("*-metrics.csv"))]
@@ -78,6 +90,9 @@ def main() -> None:
     }
     for name, paths in sources.items():
         metrics, evaluations = map(read, paths)
+        if arguments.medians:
+            sys.stdout.write(f"{name}: {medians(metrics)}\n")
+            continue
         if arguments.keep:
             keep(f"{name}-metrics.csv", metrics)
             keep(f"{name}-eval.csv", evaluations)
