@@ -70,7 +70,7 @@ class ReplayBufferConfig:
     """Transitions, or sequences, to draw for an update. With 128 runs take almost twice as long;
     on walker-walk and cheetah-run they learned no more from as many frames."""
     n_steps: int = 3
-    """Steps that a transition spans. With 5 walker-walk learned more slowly, on two seeds of two."""
+    """Steps that a transition spans. With 5 walker-walk learned less, on both seeds tried."""
     sequence_length: int = 1
     """Length of the sequences to draw, for ``td_lambda`` and ``retrace``; 1 draws transitions.
     Where an episode has fewer steps left, a sequence is padded."""
