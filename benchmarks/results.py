@@ -42,10 +42,12 @@ FORMER: dict[str, dict[str, object]] = {  # what version 0.1 had in the place of
 }
 ENERGY = {"env.wrappers": "[minerva_torchrl.envs.energy:EnergyCost]"}
 ENERGY |= {"loss.objectives.energy.reward": "energy"}
+WIDE = {"v_min": -100.0, "v_max": 100.0, "num_atoms": 101, "adaptive": "true"}
 BINS: dict[str, dict[str, object]] = {
-    critic: {"network.critic": critic, "network.critic_kwargs.adaptive": "true"}
-    for critic in ("categorical", "hl_gauss")
+    "categorical": {"network.critic_kwargs.adaptive": "true"},
+    "hl_gauss": {f"network.critic_kwargs.{name}": value for name, value in WIDE.items()},
 }
+"""Supports that grow where they must; where each begins was tuned."""
 
 
 INDEX = """# Trained policies
@@ -133,7 +135,11 @@ ALL = (
         }.items()
     ),
     *(
-        Runs("critics", "mpo", tasks, frames, variant=critic, settings=settings)
+        Runs(
+            *("critics", "mpo", tasks, frames),
+            variant=critic,
+            settings={"network.critic": critic, **settings},
+        )
         for tasks, frames in (
             (("walker-walk", "cheetah-run"), 100_000),
             (("gym:HalfCheetah-v5",), 200_000),
@@ -141,8 +147,15 @@ ALL = (
         for critic, settings in BINS.items()
     ),
     *(
-        Runs("critics", "mpo", ("walker-walk",), 100_000, (0,), critic, {"network.critic": critic})
-        for critic in ("two_hot", "quantile", "gaussian_mixture")
+        Runs(
+            *("critics", "mpo", ("walker-walk",), 100_000, (0,), critic),
+            {"network.critic": critic, **settings},
+        )
+        for critic, settings in (
+            ("two_hot", BINS["hl_gauss"]),
+            ("quantile", {}),
+            ("gaussian_mixture", {}),
+        )
     ),
     Runs(
         *("family", "mpo", ("walker-walk",), 100_000, (0,)),
