@@ -209,12 +209,13 @@ def weighted_quantile_huber_loss(
     steps = torch.arange(num_quantiles, dtype=quantiles.dtype, device=quantiles.device)
     fractions = ((2 * steps + 1) / (2 * num_quantiles)).unsqueeze(-1)
     error = target.unsqueeze(-2) - quantiles.unsqueeze(-1)  # [*B, K, M]
-    distance = error.abs()
     if kappa > 0:
-        quadratic = distance.clamp_max(kappa)
-        distance = quadratic * (distance - 0.5 * quadratic) / kappa
-    slope = (fractions - (error < 0).to(error.dtype)).abs()
-    return (slope * distance * weights.unsqueeze(-2)).sum((-2, -1))
+        near = error.clamp(-kappa, kappa)
+        distance = near * (error - 0.5 * near) / kappa
+    else:
+        distance = error.abs()
+    slope = torch.where(error < 0, 1 - fractions, fractions)
+    return ((slope * distance).sum(-2) * weights).sum(-1)
 
 
 def gaussian_mixture_nll(logits: Tensor, loc: Tensor, scale: Tensor, target: Tensor) -> Tensor:
