@@ -1,10 +1,11 @@
 """Draw the return of finished runs against another of their objectives.
 
     python examples/mpo_multi_objective.py --multirun loss.objectives.energy.epsilon=0.01,0.1,1
-    python examples/pareto_front.py runs/... runs/... --out pareto.png
+    python examples/pareto_front.py runs/... runs/... --label loss.objectives.energy.epsilon
 
 Every run is a point: the mean over deterministic episodes of its last policy. `--objective` names
-the entry of the data with the other reward. Code that the runs name is imported.
+the entry of the data with the other reward, `--label` the setting whose value is written beside a
+point. Code that the runs name is imported.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import matplotlib as mpl
 import torch
+from omegaconf import OmegaConf
 from torchrl.envs.utils import ExplorationType, set_exploration_type
 
 from minerva_torchrl.runs import load_policy
@@ -34,7 +36,7 @@ def point(folder: Path, objective: str, episodes: int) -> tuple[float, float]:
             step, data = env.step_and_maybe_reset(policy.actor(data))
             after = step["next"]
             if objective not in after:
-                raise SystemExit(f"error: {folder} has no {objective!r} among {sorted(after)}.")
+                raise SystemExit(f"error: {folder} has no {objective!r} among {sorted(after.keys())}.")
             rewards = torch.stack([after["reward"], after[objective]])
             totals += torch.where(running, rewards, 0.0)
             running &= ~after["done"]
@@ -53,15 +55,27 @@ def front(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
     return found
 
 
+def name(folder: Path, label: str | None) -> str:
+    """What to write beside a run's point."""
+    if label is None:
+        return folder.name
+    value = OmegaConf.select(OmegaConf.load(folder / "config.yaml"), label)
+    if value is None:
+        raise SystemExit(f"error: {folder} has no setting {label!r}.")
+    return f"{label.rpartition('.')[2]} {value}"
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("runs", nargs="+", type=Path, help="folders of runs")
     parser.add_argument("--objective", default="energy", help="entry with the other reward")
+    parser.add_argument("--label", help="a setting; the name of a run's folder without it")
     parser.add_argument("--episodes", type=int, default=5)
     parser.add_argument("--out", type=Path, default=Path("pareto.png"))
     arguments = parser.parse_args()
+    names = {folder: name(folder, arguments.label) for folder in arguments.runs}
     points = {}
     for folder in arguments.runs:
         points[folder] = point(folder, arguments.objective, arguments.episodes)
@@ -73,7 +87,7 @@ def main() -> None:
     mains, others = zip(*front(list(points.values())), strict=True)
     axes.step(others, mains, where="pre", color="C0", alpha=0.5)  # what is reached for certain
     for folder, (main, other) in points.items():
-        axes.annotate(folder.name, (other, main), xytext=(4, 4), textcoords="offset points", size=7)
+        axes.annotate(names[folder], (other, main), xytext=(4, 4), textcoords="offset points", size=7)
     axes.margins(0.15)
     axes.set(xlabel=f"{arguments.objective} of an episode", ylabel="return")
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
