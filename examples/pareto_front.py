@@ -36,7 +36,8 @@ def point(folder: Path, objective: str, episodes: int) -> tuple[float, float]:
             step, data = env.step_and_maybe_reset(policy.actor(data))
             after = step["next"]
             if objective not in after:
-                raise SystemExit(f"error: {folder} has no {objective!r} among {sorted(after.keys())}.")
+                entries = ", ".join(sorted(after.keys()))
+                raise SystemExit(f"error: {folder} has no {objective!r} among {entries}.")
             rewards = torch.stack([after["reward"], after[objective]])
             totals += torch.where(running, rewards, 0.0)
             running &= ~after["done"]
@@ -87,7 +88,8 @@ def main() -> None:
     mains, others = zip(*front(list(points.values())), strict=True)
     axes.step(others, mains, where="pre", color="C0", alpha=0.5)  # what is reached for certain
     for folder, (main, other) in points.items():
-        axes.annotate(names[folder], (other, main), xytext=(4, 4), textcoords="offset points", size=7)
+        near = {"xytext": (4, 4), "textcoords": "offset points", "size": 7}
+        axes.annotate(names[folder], (other, main), **near)
     axes.margins(0.15)
     axes.set(xlabel=f"{arguments.objective} of an episode", ylabel="return")
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
