@@ -42,12 +42,15 @@ FORMER: dict[str, dict[str, object]] = {  # what version 0.1 had in the place of
 }
 ENERGY = {"env.wrappers": "[minerva_torchrl.envs.energy:EnergyCost]"}
 ENERGY |= {"loss.objectives.energy.reward": "energy"}
+ONE_STEP: dict[str, object] = {"replay_buffer.n_steps": 1, "replay_buffer.batch_size": 128}
+ONE_STEP |= {"optim.target_period": 25, "optim.target_period_actor": 100}
+"""As in examples/mpo_discrete.py."""
 WIDE = {"v_min": -100.0, "v_max": 100.0, "num_atoms": 101, "adaptive": "true"}
 BINS: dict[str, dict[str, object]] = {
     "categorical": {"network.critic_kwargs.adaptive": "true"},
     "hl_gauss": {f"network.critic_kwargs.{name}": value for name, value in WIDE.items()},
 }
-"""Supports that grow where they must; where each begins was tuned."""
+"""Supports that grow where they must."""
 
 
 INDEX = """# Trained policies
@@ -124,7 +127,14 @@ ALL = (
         Runs("ablation", "mpo", ("walker-walk", "cheetah-run"), 100_000, variant=v, settings=s)
         for v, s in FORMER.items()
     ),
-    Runs("discrete", "mpo", ("gym:CartPole-v1", "gym:Acrobot-v1"), 30_000),
+    *(
+        Runs(
+            *("discrete", "mpo", ("gym:CartPole-v1", "gym:Acrobot-v1"), 30_000),
+            variant=variant,
+            settings=settings,
+        )
+        for variant, settings in (("three_steps", {}), ("", ONE_STEP))
+    ),
     *(
         Runs("estimators", "mpo", ("walker-walk", "cheetah-run"), 40_000, variant=name, settings=s)
         for name, s in {
