@@ -90,7 +90,7 @@ def main() -> None:
     for folder, (main, other) in points.items():
         near = {"xytext": (4, 4), "textcoords": "offset points", "size": 7}
         axes.annotate(names[folder], (other, main), **near)
-    axes.margins(0.15)
+    axes.margins(0.2, 0.15)  # room for the labels
     axes.set(xlabel=f"{arguments.objective} of an episode", ylabel="return")
     arguments.out.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(arguments.out, dpi=150)
