@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import importlib
 import re
 import sys
@@ -29,6 +30,7 @@ from minerva_torchrl.objectives.critics import TwoHotCritic
 from tests.test_docstring_arguments import PUBLIC, place_of
 
 DOCS = Path(__file__).parents[1] / "docs"
+RESULTS = DOCS.parent / "results"
 sys.path.insert(0, str(DOCS / "_ext"))
 try:
     from reference_origins import argument_rows
@@ -119,3 +121,43 @@ def test_reference_lists_what_there_is() -> None:
             assert set(names) <= set(module.__all__), page.name
             listed |= {place_of(getattr(module, name)) for name in names}
     assert set(PUBLIC) - listed == set()
+
+
+def last_return(run: str) -> float:
+    with (RESULTS / run / "eval.csv").open() as file:
+        return float(list(csv.DictReader(file))[-1]["return_mean"])
+
+
+def test_returns_of_critics() -> None:
+    """The table has the mean over seeds, and each of them, as they are recorded."""
+    section = (DOCS / "family.md").read_text().split("## What they learn")[1]
+    rows = re.findall(r"^\| `(\w+)` \|(.*)\|(.*)\|(.*)\|$", section, re.MULTILINE)
+    assert len(rows) == 6
+    checked = 0
+    for critic, *cells in rows:
+        for task, cell in zip(("walker-walk", "cheetah-run", "HalfCheetah-v5"), cells, strict=True):
+            folder, variant = "critics", f"-{critic}"
+            if critic == "scalar":
+                folder, variant = ("gym" if task.startswith("Half") else "suite"), ""
+            found = sorted((RESULTS / folder).glob(f"mpo-{task}{variant}-[012]"))
+            values = [round(last_return(f"{folder}/{run.name}")) for run in found]
+            numbers = [int(text.replace(",", "")) for text in re.findall(r"[\d,]*\d", cell)]
+            expected = [round(sum(values) / len(values)), *values] if len(values) > 1 else values
+            assert numbers == expected, (critic, task)
+            checked += len(values)
+    assert checked >= 30
+
+
+def test_returns_of_other_members() -> None:
+    page = (DOCS / "family.md").read_text()
+    for run, task in (
+        ("family/mpo-walker-walk-full_covariance", "walker-walk"),
+        ("discrete/mpo-CartPole-v1", "CartPole-v1"),
+        ("discrete/mpo-Acrobot-v1", "Acrobot-v1"),
+        ("family/mpo-geared-pendulum", "two gears"),
+    ):
+        [cell] = re.findall(rf"^\| [^|]+ \| [^|]*{task}[^|]* \| [\d,]+ \| (.*) \|$", page, re.M)
+        found = sorted((RESULTS / run).parent.glob(f"{Path(run).name}-[012]"))
+        assert cell == ", ".join(
+            f"{last_return(f'{path.parent.name}/{path.name}'):.0f}" for path in found
+        )
