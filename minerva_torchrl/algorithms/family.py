@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from inspect import signature
+from typing import Any, TypeVar
 
 from torchrl.data import Composite, OneHot, TensorSpec
 from torchrl.modules import OneHotCategorical, ProbabilisticActor
@@ -24,8 +25,11 @@ from minerva_torchrl.modules import (
 )
 from minerva_torchrl.objectives.critics import CRITICS, Critic
 from minerva_torchrl.objectives.goals import CostLimit, Objective, resolve_objectives
+from minerva_torchrl.text import close_names, did_you_mean
 
 __all__ = ["CRITICS", "make_action_critic", "make_critic", "make_policy", "objectives_from"]
+
+Made = TypeVar("Made")
 
 
 def make_critic(name: str, arguments: Mapping[str, Any]) -> Critic:
@@ -35,10 +39,7 @@ def make_critic(name: str, arguments: Mapping[str, Any]) -> Critic:
         name (str): one of :data:`CRITICS`.
         arguments (mapping): of its class.
     """
-    try:
-        return CRITICS[name](**arguments)
-    except TypeError as error:
-        raise ValueError(f"{CRITICS[name].__name__} {str(error).partition(') ')[2]}") from error
+    return _made_of(CRITICS[name], arguments)
 
 
 def objectives_from(settings: Mapping[str, Any]) -> dict[str, Objective | CostLimit]:
@@ -52,13 +53,26 @@ def objectives_from(settings: Mapping[str, Any]) -> dict[str, Objective | CostLi
         if not isinstance(given, Mapping):
             goals[name] = given
             continue
-        kind = CostLimit if "threshold" in given else Objective
         try:
-            goals[name] = kind(**given)
-        except TypeError as error:
-            message = str(error).partition(") ")[2]
-            raise ValueError(f"{name}: {kind.__name__} {message}") from error
+            goals[name] = _made_of(CostLimit if "threshold" in given else Objective, given)
+        except ValueError as error:
+            raise ValueError(f"{name}: {error}") from error
     return resolve_objectives(goals)
+
+
+def _made_of(kind: Callable[..., Made], arguments: Mapping[str, Any]) -> Made:
+    """An object of a class whose arguments are in the settings."""
+    parameters, title = signature(kind).parameters, kind.__name__
+    for name in arguments:
+        if name not in parameters:
+            raise ValueError(
+                f"{title} has no argument {name!r}. Allowed: {', '.join(parameters) or 'none'}."
+                + did_you_mean(close_names(name, parameters))
+            )
+    for name, parameter in parameters.items():
+        if parameter.default is parameter.empty and name not in arguments:
+            raise ValueError(f"{title} needs {name}, got {', '.join(arguments) or 'nothing'}.")
+    return kind(**arguments)
 
 
 def make_policy(obs_dim: int, action_spec: TensorSpec, network: Any) -> ProbabilisticActor:

@@ -107,7 +107,11 @@ def test_bins_of_state_values(algo: str, critic: str, tmp_path: Path) -> None:
             "loss.loss_critic_type=l1 is for network.critic=scalar",
         ),
         ("vmpo", {"network.critic": "quantile"}, "network.critic"),
-        ("ppo", {"network.critic_kwargs": {"v_min": 0}}, "network.critic_kwargs: ScalarCritic got"),
+        (
+            "ppo",
+            {"network.critic_kwargs": {"v_min": 0}},
+            "network.critic_kwargs: ScalarCritic has no",
+        ),
     ],
 )
 def test_refused_critics_of_states(algo: str, changes: dict[str, Any], message: str) -> None:
@@ -133,7 +137,11 @@ def test_presets() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"network.critic_kwargs": {"atoms": 3}}, "network.critic_kwargs: ScalarCritic got an"),
+        ({"network.critic_kwargs": {"atoms": 3}}, "network.critic_kwargs: ScalarCritic has no"),
+        (
+            {"network.critic": "categorical", "network.critic_kwargs": {"vmin": 0}},
+            "CategoricalCritic has no argument 'vmin'. Allowed: .* Did you mean v_min",
+        ),
         (
             {"network.critic": "categorical", "network.critic_kwargs": {"num_atoms": 1}},
             "network.critic_kwargs: num_atoms must be at least 2, got 1",
@@ -153,7 +161,14 @@ def test_presets() -> None:
         ),
         ({"loss.objectives": {"energy": None}}, r"objectives\['energy'\] needs a bound"),
         ({"loss.objectives": {"energy": -1.0}}, r"objectives\['energy'\].epsilon must be positive"),
-        ({"loss.objectives": {"energy": {"epsilo": 1}}}, "loss.objectives: energy: Objective got"),
+        (
+            {"loss.objectives": {"energy": {"epsilo": 1}}},
+            "loss.objectives: energy: Objective has no argument 'epsilo'.* Did you mean epsilon",
+        ),
+        (
+            {"loss.objectives": {"energy": {"reward": "energy"}}},
+            "loss.objectives: energy: Objective needs epsilon, got reward",
+        ),
     ],
 )
 def test_refused_settings(changes: dict[str, Any], message: str) -> None:
