@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from minerva_torchrl.report.comparison import comparison_blocks, minutes_of
 from minerva_torchrl.report.document import Block, Code, Paragraph, Picture, Table, Text
 from minerva_torchrl.report.groups import Group
 from minerva_torchrl.report.plots import COLOURS, new_figure
@@ -17,13 +18,12 @@ from minerva_torchrl.report.references import ReferencesError, Suite
 from minerva_torchrl.report.suite import (
     Estimate,
     performance_profile,
-    probability_of_improvement,
     suite_iqm,
     suite_mean,
     suite_median,
     with_interval,
 )
-from minerva_torchrl.report.tables import Measurement, measure
+from minerva_torchrl.report.tables import measure
 from minerva_torchrl.report.values import count, mean_and_deviation, number
 from minerva_torchrl.runs.curve import style_axes
 
@@ -101,15 +101,17 @@ def suite_blocks(
         for method in suite.methods
         if set(tasks) <= published.get(method, {}).get(end, {}).keys()
     }
+    elsewhere = [g for g in groups if g.finished and _in_folder(g, suite.compared)]
+    compared, pictures = comparison_blocks(end, of_task, elsewhere)
     blocks: list[Block] = [
         Paragraph(_introduction(suite, of_task, tasks)),
         Picture(PICTURE, f"{suite.title}: means over tasks, and shares of runs above a return"),
         _totals(end, ours, theirs),
         Paragraph(_explanation(suite, ours)),
         _by_task(suite, of_task, ours, published),
-        *_comparison(suite, of_task, groups),
+        *compared,
     ]
-    return blocks, {PICTURE: _draw(suite, scores, published, tasks)}
+    return blocks, {PICTURE: _draw(suite, scores, published, tasks), **pictures}
 
 
 def _in_folder(group: Group, folder: str | None) -> bool:
@@ -174,41 +176,11 @@ def _by_task(
         assert found is not None
         results = (published.get(m, {}).get(end, {}).get(task) for m in suite.methods)
         cells = ("-" if one is None else mean_and_deviation(*one) for one in results)
-        seconds = [run.speed.get("wall_seconds") for run in of_task[task].runs]
-        known = [s for s in seconds if s is not None]
-        minutes = f"{np.mean(known) / 60:.0f}" if known else "-"
-        rows.append((Code(task), found.text(), str(len(found.values)), minutes, *cells))
+        minutes = minutes_of(of_task[task])
+        time = "-" if minutes is None else f"{minutes:.0f}"
+        rows.append((Code(task), found.text(), str(len(found.values)), time, *cells))
     columns = ("Task", "Here", "Seeds", "Minutes", *suite.methods)
     return Table(columns, tuple(rows), numbers=tuple(range(1, len(columns))))
-
-
-def _comparison(suite: Suite, of_task: Mapping[str, Group], groups: Sequence[Group]) -> list[Block]:
-    """Runs with other settings beside those of the suite; nothing if there are none."""
-    end = suite.frames[-1]
-    ours = {task: found for task in of_task if (found := measure(of_task[task], end))}
-    others: dict[str, dict[str, Measurement]] = defaultdict(dict)
-    for group in groups:
-        if group.finished and group.task in ours and _in_folder(group, suite.compared):
-            found = measure(group, end)
-            if found is not None:
-                others[group.name][group.task] = found
-    if not others:
-        return []
-    tasks = [task for task in ours if any(task in found for found in others.values())]
-    rows: list[tuple[Text, ...]] = [("here", *(ours[task].text() for task in tasks), "")]
-    for name, of_name in others.items():
-        theirs = {task: found.values for task, found in of_name.items()}
-        same = {task: ours[task].values for task in theirs}
-        chance = with_interval(probability_of_improvement, same, theirs)
-        percent = f"{chance.value:.0%} [{chance.low:.0%}, {chance.high:.0%}]"
-        cells = (of_name[task].text() if task in of_name else "-" for task in tasks)
-        rows.append((name, *cells, percent))
-    of_tasks: tuple[Text, ...] = tuple(Code(task) for task in tasks)
-    columns = (f"After {end:,} frames", *of_tasks, "Chance that a run here is better")
-    return [
-        Paragraph("Next to runs with other settings:"),
-        Table(columns, tuple(rows), numbers=tuple(range(1, len(columns)))),
-    ]
 
 
 def _draw(

@@ -88,20 +88,44 @@ def test_runs_with_other_settings_stand_beside_the_suite(folder: Path) -> None:
     suite = replace(SUITE, compared="ablation")
     for seed, top in enumerate((800.0, 100.0)):
         path = folder / "runs" / "ablation" / f"walk-{seed}"
-        write_run(path, points=straight(top=top), seed=seed, loss__gamma=0.9)
+        write_run(path, points=straight(top=top), seed=seed, seconds=400.0, loss__gamma=0.9)
     write_run(folder / "runs" / "ablation" / "other", points=straight(), task="hopper-hop")
     groups = group_runs(load_runs([folder / "runs"]).runs)
     published = load_published(folder / "published.csv")
-    *_, sentence, table = suite_blocks(suite, groups, published)[0]
+    blocks, pictures = suite_blocks(suite, groups, published)
+    *_, sentence, table, of_time, _, picture = blocks
     assert isinstance(sentence, Paragraph)
     assert isinstance(table, Table)
-    assert table.columns[1:] == (Code("walker-walk"), "Chance that a run here is better")
+    assert table.columns[1:] == (
+        *(Code("walker-walk"), "Minutes"),
+        "Chance that a run here is better",
+    )
     here, other = table.rows
-    assert here == ("here", "800.0 ± 141.4", "")
-    assert other[1] == "450.0 ± 495.0"
+    assert here == ("here", "800.0 ± 141.4", "8.3", "")
+    assert other[1:3] == ("450.0 ± 495.0", "6.7")
     # 900 beats both, 700 one of two.
-    assert str(other[2]).startswith("75% [")
-    assert suite_blocks(SUITE, groups, published)[0][-1] != table
+    assert str(other[3]).startswith("75% [")
+    # After 400 of 500 seconds ours were at four fifths of a straight line.
+    assert isinstance(of_time, Table)
+    assert of_time.rows[0] == ("minutes", "6.7")
+    assert of_time.rows[1] == ("here", "640.0 ± 113.1")
+    assert of_time.rows[2][1] == "450.0 ± 495.0"
+    assert isinstance(picture, Picture)
+    assert pictures[picture.name].startswith(b"\x89PNG")
+    assert "comparison.png" not in suite_blocks(SUITE, groups, published)[1]
+
+
+def test_equal_time_takes_times_that_are_known(folder: Path) -> None:
+    suite = replace(SUITE, compared="ablation")
+    path = folder / "runs" / "ablation" / "walk-0"
+    summary = {"wall_seconds": None}
+    write_run(path, points=straight(top=50.0), summary=summary, loss__gamma=0.9)
+    groups = group_runs(load_runs([folder / "runs"]).runs)
+    *_, table, picture = suite_blocks(suite, groups, load_published(folder / "published.csv"))[0]
+    assert isinstance(table, Table)
+    assert table.rows[1][1:3] == ("50.0 ± -", "-")
+    assert isinstance(picture, Picture)
+    assert picture.description.endswith("after as many frames")
 
 
 def test_without_runs_there_is_nothing(folder: Path) -> None:
