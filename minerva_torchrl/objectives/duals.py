@@ -18,6 +18,8 @@ __all__ = ["Constraint", "CostMultiplier", "DualVariable", "Temperature"]
 _OFFSET = 1e-8
 # A multiplier this small leaves a policy within one per cent of where it would go without it.
 _RELATIVE_FLOOR = 1e-2
+# In units of 1 / sqrt(bound): this holds a Gaussian against a fit 2.8 standard deviations away.
+_RELATIVE_CEILING = 2.0
 # How strongly a relative multiplier answers at once to how far the bound is violated.
 _RESPONSE = 2.0
 
@@ -258,10 +260,13 @@ class Constraint(DualVariable):
     does not make an adaptive optimiser deaf for what follows. Such steps are late by nature, and
     multipliers that are late swing. So the penalty answers to the present violation as well: it is
     :math:`\alpha\, e^{2 v} KL` with :math:`v = \overline{KL} / \epsilon - 1`, cut off at -1 and 1.
-    Where the bound is met, that is :math:`\alpha\, KL`.
+    Where the bound is met, that is :math:`\alpha\, KL`. And it ends at
+    :math:`2 / \sqrt{\epsilon}`: where a bound is broken by the size of single optimiser steps, no
+    multiplier can hold it, and one that grows on and on leaves the fit without a say.
 
     Args:
-        init (float): initial multiplier, positive and finite.
+        init (float): initial multiplier, positive and finite. A relative one that begins above its
+            ceiling is put there by the first :meth:`project_`.
         epsilon (float): the bound.
         shape (tuple of int): ``(D,)`` for a multiplier and bound per action dimension, ``()``
             (default) for one.
@@ -313,6 +318,14 @@ class Constraint(DualVariable):
             violation = (mean_kl / self.epsilon - 1).clamp(-1, 1)
             penalty = penalty * (_RESPONSE * violation).exp()
         return penalty.sum(-1), loss.sum(-1)
+
+    @torch.no_grad()
+    def project_(self) -> None:
+        """Put the parameter back above the floor, and a relative one below its ceiling."""
+        super().project_()
+        if self.relative:
+            # eq: multiplier-ceiling
+            self.raw.clamp_(max=(_RELATIVE_CEILING / self.epsilon.sqrt()).log())
 
 
 class CostMultiplier(DualVariable):
