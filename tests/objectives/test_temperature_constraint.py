@@ -203,13 +203,15 @@ def test_relative_penalty_sees_the_mean_over_all_processes() -> None:
 
 @pytest.mark.parametrize("init", [0.01, 1.0, 1e4])
 @pytest.mark.parametrize("epsilon", [1e-2, 1e-6])
-def test_relative_multiplier_finds_its_optimum(init: float, epsilon: float) -> None:
+@pytest.mark.parametrize("distance", [0.5, 3.9])
+def test_relative_multiplier_finds_its_optimum(
+    init: float, epsilon: float, distance: float
+) -> None:
     r"""A mean fitted in closed form meets its bound, whatever the multiplier began with.
 
     The fit :math:`\mu = (a + \alpha \mu') / (1 + \alpha)` of a target ``a`` has a divergence of
     :math:`D / (1 + \alpha)^2`, if the target itself has ``D``.
     """
-    distance = 0.5
     constraint = Constraint(init, epsilon, relative=True).double()
     optimizer = torch.optim.Adam(constraint.parameters(), lr=3e-2)
     for _ in range(1000):
@@ -240,6 +242,39 @@ def test_relative_floor_is_no_trap() -> None:
     for _ in range(600):
         step(5e-3)
     assert constraint().item() > 1
+
+
+@pytest.mark.parametrize("epsilon", [1e-2, 1e-6])
+def test_relative_multiplier_ends_where_more_does_nothing(epsilon: float) -> None:
+    """A bound that is broken whatever the multiplier does: it must not drown the fit."""
+    constraint = Constraint(1.0, epsilon, (2,), relative=True)
+    optimizer = torch.optim.Adam(constraint.parameters(), lr=0.1)
+
+    def step(*kl: float) -> None:
+        optimizer.zero_grad()
+        constraint.losses(torch.tensor([kl]))[1].mean().backward()
+        optimizer.step()
+        constraint.project_()
+
+    for _ in range(500):
+        step(3 * epsilon, 0.0)
+    ceiling = 2 / math.sqrt(epsilon)
+    assert constraint().tolist() == pytest.approx([ceiling, 0.01], rel=1e-4)
+    for _ in range(30):  # it falls as soon as there is room
+        step(0.0, 0.0)
+    assert constraint()[0].item() < ceiling / 2
+
+
+def test_relative_ceiling_is_that_of_the_present_bound() -> None:
+    constraint = Constraint(1000.0, 1e-6, relative=True)
+    constraint.project_()
+    assert constraint().item() == pytest.approx(1000)
+    constraint.epsilon.fill_(1e-4)  # as a schedule does
+    constraint.project_()
+    assert constraint().item() == pytest.approx(200)
+    plain = Constraint(1000.0, 1e-4)
+    plain.project_()
+    assert plain().item() == pytest.approx(1000)
 
 
 @pytest.mark.parametrize("relative", [False, True])
