@@ -186,10 +186,12 @@ class DualLossModule(BatchLoss):
         return [dual.raw for dual in self.temperatures.values() if not dual.raw.requires_grad]
 
     def project_duals_(self) -> None:
-        """Put every dual variable back above its floor. Call it after each optimiser step."""
+        """Put every dual variable back into its range. Call it after each optimiser step."""
         duals = list(self.dual_variables())
         with torch.no_grad():
             torch._foreach_clamp_min_([dual.raw for dual in duals], [d.raw_floor for d in duals])
+        for constraint in self.constraints.values():
+            constraint.cap_()
 
     def project_duals_after(self, optimizer: torch.optim.Optimizer) -> RemovableHandle:
         """Have an optimiser call :meth:`project_duals_` after each of its steps.

@@ -319,10 +319,14 @@ class Constraint(DualVariable):
             penalty = penalty * (_RESPONSE * violation).exp()
         return penalty.sum(-1), loss.sum(-1)
 
-    @torch.no_grad()
     def project_(self) -> None:
         """Put the parameter back above the floor, and a relative one below its ceiling."""
         super().project_()
+        self.cap_()
+
+    @torch.no_grad()
+    def cap_(self) -> None:
+        """Put the parameter of a relative multiplier below its ceiling."""
         if self.relative:
             # eq: multiplier-ceiling
             self.raw.clamp_(max=(_RELATIVE_CEILING / self.epsilon.sqrt()).log())
