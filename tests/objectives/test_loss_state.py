@@ -308,6 +308,19 @@ def test_projection_after_the_optimiser() -> None:
         handle.remove()
 
 
+@pytest.mark.parametrize("name", LOSSES)
+def test_projection_ends_multipliers_that_step_in_proportion(name: str) -> None:
+    loss = make_loss(name, alpha_update="relative")
+    for constraint in loss.constraints.values():
+        constraint.raw.data.fill_(30.0)  # a logarithm
+    loss.project_duals_()
+    for constraint in loss.constraints.values():
+        ceiling = 2 / math.sqrt(constraint.epsilon.item())
+        assert constraint().tolist() == pytest.approx(
+            [ceiling] * constraint.raw.numel() if constraint.raw.ndim else ceiling
+        )
+
+
 def test_former_name_of_the_bound() -> None:
     """V-MPO's bound was called ``epsilon_eta``."""
     with pytest.warns(DeprecationWarning, match="epsilon_eta is now called epsilon") as warned:
