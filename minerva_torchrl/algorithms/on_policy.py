@@ -40,8 +40,9 @@ class OnPolicyEnvConfig(EnvConfig):
     """The task, as on-policy algorithms see it."""
 
     num_envs: int = 8
-    staggered: bool = False
-    """Spread the copies over the length of an episode, by cutting their first ones short."""
+    staggered: bool = True
+    """Spread the copies over the length of an episode, by cutting their first ones short. A rollout
+    then has all phases of an episode."""
     observation_norm: bool = True
     reward_scaling: bool = True
     """Divide rewards by the running standard deviation of the discounted return."""
@@ -60,7 +61,7 @@ class OnPolicyNetworkConfig(NetworkConfig):
     layer_norm: bool = False
     initializer: Initializer = "orthogonal"
     scale: Literal["softplus", "exp", "free"] = "free"
-    init_scale: float = 0.4
+    init_scale: float = 0.6
     """Much larger, and most actions would be cut off at their bounds."""
     min_scale: float = 1e-8
     critic: Literal["scalar", "two_hot", "hl_gauss"] = "scalar"

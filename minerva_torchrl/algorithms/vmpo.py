@@ -23,8 +23,6 @@ from minerva_torchrl.algorithms.config import (
 from minerva_torchrl.algorithms.on_policy import (
     OnPolicyAlgorithm,
     OnPolicyConfig,
-    OnPolicyEnvConfig,
-    OnPolicyNetworkConfig,
 )
 from minerva_torchrl.objectives import VMPOLoss
 from minerva_torchrl.objectives.log_probs import joint_log_prob, log_prob_keys
@@ -34,22 +32,6 @@ from minerva_torchrl.trainers import VMPOOptimizationStepper, VMPOTrainer
 __all__ = ["VMPO", "VMPOConfig"]
 
 # Settings ----------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class VMPOEnvConfig(OnPolicyEnvConfig):
-    """The task."""
-
-    staggered: bool = True
-    """So that what V-MPO imitates is of all phases of an episode."""
-
-
-@dataclass(frozen=True)
-class VMPONetworkConfig(OnPolicyNetworkConfig):
-    """Tanh networks with orthogonal initialisation."""
-
-    init_scale: float = 0.6
-    """V-MPO only imitates the better actions, so its standard deviation falls faster."""
 
 
 @arguments_of(VMPOLoss)
@@ -115,8 +97,6 @@ class VMPOConfig(OnPolicyConfig):
     """Settings of V-MPO."""
 
     algo: Literal["vmpo"] = "vmpo"
-    env: VMPOEnvConfig = field(default_factory=VMPOEnvConfig)
-    network: VMPONetworkConfig = field(default_factory=VMPONetworkConfig)
     loss: VMPOLossConfig = field(default_factory=VMPOLossConfig)
     optim: VMPOOptimConfig = field(default_factory=VMPOOptimConfig)
 

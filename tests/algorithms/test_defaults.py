@@ -32,7 +32,7 @@ DEPARTURES: dict[str, dict[str, tuple[Any, Any]]] = {
         "optim.num_policy_steps": (320, 1),
         "optim.minibatch_size": (64, None),
     },
-    "ppo": {"loss.gamma": (0.98, 0.99), "loss.lmbda": (0.92, 0.95)},
+    "ppo": {"loss.lmbda": (0.9, 0.95)},
 }
 
 
