@@ -2,6 +2,10 @@
 
     python benchmarks/results.py --list
     python benchmarks/results.py --only suite --jobs 2
+    python benchmarks/results.py --only suite --again
+
+With ``--again`` runs are made that results/made.txt does not have: those of before the commit that
+the protocol names. One with other evaluations takes the place of the former.
 
 A run that was interrupted goes on where it was. What is kept of a run in results/ is its
 evaluations, settings and summary; the policies of the suite's first seed go to pretrained/.
@@ -12,6 +16,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
@@ -20,6 +25,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "results"
+MADE = RESULTS / "made.txt"
+"""Runs with the frozen defaults; if they had been made before, whether they were the same."""
 KEPT = ("config.yaml", "eval.csv", "summary.json")
 
 SUITE = (
@@ -187,8 +195,8 @@ ALL = (
 
 
 def make(runs: Runs, name: str, task: str, seed: int, out: Path) -> str:
-    """Train, and keep what results/ has of a run."""
-    run_dir, kept = out / name, ROOT / "results" / name
+    """Train, and keep what results/ has of a run: in place of the former, if it is another."""
+    run_dir, kept = out / name, RESULTS / name
     run_dir.parent.mkdir(parents=True, exist_ok=True)
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with (run_dir.parent / f"{run_dir.name}.log").open("a") as log:
@@ -196,16 +204,28 @@ def make(runs: Runs, name: str, task: str, seed: int, out: Path) -> str:
         code = subprocess.run(command, stdout=log, stderr=log, env=environment).returncode
     if code:
         return f"{name}: exit code {code}, see {log.name}"
-    kept.mkdir(parents=True)
+    evaluations, former = run_dir / "eval.csv", kept / "eval.csv"
+    if former.exists() and former.read_bytes() == evaluations.read_bytes():
+        return _made(f"{name}: done, the same")
+    verdict = "done, another" if former.exists() else "done"
+    kept.mkdir(parents=True, exist_ok=True)
     for file in KEPT:
         # Where this checkout is says nothing about the run.
         (kept / file).write_text((run_dir / file).read_text().replace(f"{ROOT}/", ""))
     if runs.folder == "suite" and seed == 0:
         pretrained = ROOT / "pretrained" / f"{runs.algo}-{task}"
+        shutil.rmtree(pretrained, ignore_errors=True)
         publish = [sys.executable, "-m", "minerva_torchrl", "publish", str(run_dir)]
         subprocess.run([*publish, "--out", str(pretrained)], check=True, env=environment)
         (pretrained.parent / "README.md").write_text(index(pretrained.parent))
-    return f"{name}: done"
+    return _made(f"{name}: {verdict}")
+
+
+def _made(line: str) -> str:
+    """Remember that a run was made."""
+    with MADE.open("a") as file:
+        file.write(f"{line}\n")
+    return line
 
 
 def index(pretrained: Path) -> str:
@@ -226,24 +246,30 @@ def main() -> int:
     )
     parser.add_argument("--only", choices=sorted({runs.folder for runs in ALL}), help="one folder")
     parser.add_argument("--jobs", type=int, default=2, help="runs at a time (2)")
-    parser.add_argument("--out", type=Path, default=ROOT / "runs" / "results", help="their folders")
+    parser.add_argument("--out", type=Path, help="their folders (runs/results, runs/again)")
     parser.add_argument("--list", action="store_true", help="name those that are missing")
+    parser.add_argument("--again", action="store_true", help="those that were made too early")
     args = parser.parse_args()
+    made = {line.partition(":")[0] for line in MADE.read_text().splitlines()}
+    there = {
+        path.parent.relative_to(RESULTS).as_posix() for path in RESULTS.glob("*/*/summary.json")
+    }
     missing = [
         (runs, *names)
         for runs in ALL
-        if args.only in (None, runs.folder)
+        if args.only in (None, runs.folder) and not (args.again and runs.folder == "estimators")
         for names in runs.names()
-        if not (ROOT / "results" / names[0] / "summary.json").exists()
+        if (names[0] in there - made if args.again else names[0] not in there)
     ]
     if args.list:
         for _, name, _, _ in missing:
             sys.stdout.write(f"{name}\n")
         return 0
+    out = args.out or ROOT / "runs" / ("again" if args.again else "results")
     failed = 0
     with ThreadPoolExecutor(args.jobs) as pool:
-        for line in pool.map(lambda run: make(*run, args.out.resolve()), missing):
-            failed += not line.endswith("done")
+        for line in pool.map(lambda run: make(*run, out.resolve()), missing):
+            failed += ": done" not in line
             sys.stdout.write(f"{line}\n")
             sys.stdout.flush()
     return 1 if failed else 0
