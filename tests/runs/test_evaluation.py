@@ -9,6 +9,7 @@ from tensordict.nn import TensorDictModule
 from torchrl.envs import ExplorationType, TransformedEnv, exploration_type, set_exploration_type
 
 from minerva_torchrl import make_env
+from minerva_torchrl.envs import RunningObservationNorm
 from minerva_torchrl.runs import Evaluation, evaluate, open_checkpoint
 from minerva_torchrl.runs.assemble import assemble, evaluation_seed, make_evaluation_env
 from minerva_torchrl.runs.parts import find_parts
@@ -130,7 +131,7 @@ def test_statistics_of_observations_are_used_and_left_alone(parts: tuple) -> Non
     env.set_seed(evaluation_seed(config))
     seen = env.reset()["observation"]
     raw = make_env(config.env.name, num_envs=2, seed=evaluation_seed(config)).reset()
-    norm = list(assembly.env.transform)[3]
+    (norm,) = (t for t in assembly.env.transform if isinstance(t, RunningObservationNorm))
     expected = (raw["observation"] - norm.loc["observation"]) / norm.scale["observation"]
     torch.testing.assert_close(seen, expected.float().clamp(-10, 10))
     evaluate(env, assembly.actor, seed=0)
